@@ -16,7 +16,7 @@ work.
 
 train.py, datagen.py and grpo.py run as processes, and the figures come from their logs: medians over the
 steps after a warm-up. Compared runs share weights or shapes, data and precision, and alternate. Each call
-writes its figures and the hardware and versions to bench_results/, as JSON and as a chart. Options, as
+writes its figures and the hardware and versions to bench_results/, as JSON. Options, as
 --key=value:
 """
 import contextlib
@@ -37,11 +37,11 @@ import torch
 
 import hub.weights
 from measure import peers
-from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
+from measure.ceilings import formats, machine, matmul_peak, read_bandwidth, recipe_rows
 from measure.ladder import bench_ladder
 from measure.profiling import bench_profile
 from measure.reinforcement import bench_grpo, bench_rewards, grpo_case, grpo_work
-from measure.runs import chart, check_writable
+from measure.runs import check_writable
 from measure.sampling import bench_datagen, bench_generate
 from measure.synthetic import SHAPES, suppress_eos, random_model, write_tokenizer
 from measure.training import bench_training, sft_work, train_work
@@ -53,7 +53,9 @@ from runtime.progress import clear
 
 @dataclass
 class Config:
-    stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
+    # machine: print its name and its rows in docs/recipes.md
+    stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards",
+                   "machine"] = "overview"
     model: Literal["auto", "qwen3-0.6b", "smollm2-360m", "smollm2-135m", "gpt2", "gpt2-1m", "1m", "llama-1m",
                    "llama-50m"] = "auto"
                                              # a shape, with random weights. auto: generate smollm2-360m;
@@ -81,8 +83,8 @@ class Config:
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     seed: NonNegativeInt = 0
-    output: str | None = None                # .json; None: a new file in bench_results/; chart and trace are
-                                             # written next to it
+    output: str | None = None                # .json; None: a new file in bench_results/; a trace is written
+                                             # next to it
     json: bool = False                       # print all figures as the last line too
 
 
@@ -277,14 +279,14 @@ def check_context(cfg, script_args):
 
 
 def check_output(path):
-    """Raise BadInput if the output, its chart or its trace would overwrite a file that is not bench.py's."""
+    """Raise BadInput if the output or its trace would overwrite a file that is not bench.py's."""
     record = {}
     with contextlib.suppress(OSError, ValueError):
         record = config.parse_json(path.read_bytes(), dict)
-    ours = [path.name] if str(record.get("command")).startswith("python bench.py") else []
-    ours += [Path(record[name]).name for name in ("chart", "trace") if ours and record.get(name)]
-    for file in (path, path.with_suffix(".png"), path.with_suffix(".trace.json")):
-        if file.exists() and file.name not in ours:
+    is_ours = str(record.get("command")).startswith("python bench.py")
+    trace = path.with_suffix(".trace.json")
+    for file, may_go in ((path, is_ours), (trace, is_ours and "trace" in record)):
+        if file.exists() and not may_go:
             raise config.would_overwrite(file, "bench.py's")
 
 
@@ -322,6 +324,9 @@ def main(argv):
     cfg = with_defaults(cfg)
     check_context(cfg, script_args)
     facts = machine(hw)
+    if cfg.stage == "machine":
+        print(f"{facts['hardware']}, {hw.dtype}, {facts['memory_gb']:g} GB: {recipe_rows(hw)}")
+        return 0
     mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
     timestamp = facts["date"][:19].replace(":", "")
     name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, timestamp)))
@@ -345,13 +350,8 @@ def main(argv):
     command = shlex.join(["python", "bench.py", *argv])
     record = {"stage": cfg.stage, "mode": mode, "model": model_name, "command": command, "device": hw.name,
               "dtype": hw.dtype} | facts | figures
-    if "rates" in figures:
-        title = f"bench.py {' '.join(argv)}\n{facts['hardware']}, {facts['date'][:10]}"
-        path = cfg.output.with_suffix(".png")
-        record["chart"] = chart(path, title, figures["rates"], figures["unit"])
     cfg.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    chart_note = f"; chart: {record['chart']}" if record.get("chart") else ""
-    print(f"All figures: {cfg.output}{chart_note}")
+    print(f"All figures: {cfg.output}")
     if cfg.json:
         print(json.dumps(record, default=str))
     return 0

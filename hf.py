@@ -1,6 +1,7 @@
 """Export a model: Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), or one GGUF file.
 
-    python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
+    python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads, with
+                                     # a model card; `hf upload NAME exported` publishes it
     python hf.py out/base --gguf     # base-F16.gguf for llama.cpp; --gguf=Q8_0: half the size
 """
 import contextlib
@@ -13,7 +14,7 @@ from runtime.usage import first_line
 first_line()                             # answers --help before the slow import of PyTorch
 
 import hub
-from hub import gguf_export, weights
+from hub import card, gguf_export, weights
 from hub.architectures import write_config
 from runtime import checkpoint, config, guard
 from runtime.config import BadInput
@@ -60,6 +61,8 @@ def main(argv):
             gguf_export.export(*weights.hf_files(model, tokenizer), tokenizer, out, quantisation)
         else:
             weights.export(model, out, tokenizer)
+            if source.step is not None:
+                (out / "README.md").write_text(card.model_card(source, model.n_params()), encoding="utf-8")
     except OSError as e:
         raise checkpoint.write_error(out, e, "choose another place") from None
     step = "" if source.step is None else f" of step {source.step}"

@@ -591,9 +591,15 @@ class SkipInit(TorchFunctionMode):
 
 
 def on_meta(config, *args):
-    """Return a GPT on the meta device, without memory for weights."""
+    """Return a GPT on the meta device, without memory for weights. ValueError for one with buffers that
+    checkpoints lack: its copies would have other values there."""
     with torch.device("meta"), SkipInit():
-        return GPT(config, *args)
+        model = GPT(config, *args)
+    for name, _ in model.named_buffers():
+        if name not in ("cos", "sin", *model.state_dict()):
+            raise ValueError(f"The buffer {name} of GPT is not saved with its weights: register it without "
+                             "persistent=False.")
+    return model
 
 
 def blank(config, *args, device="cpu", dtype=torch.float32):

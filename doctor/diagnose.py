@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from doctor.checks import History, examine, kind_of
 from runtime import config, guard
 from runtime.config import BadInput
-from runtime.metrics import check_run, read_lines
+from runtime.log import check_run, read_lines
 
 LINES_TO_END = 3                             # consecutive lines without a finding that end it
 EXIT_FINDINGS = 3                            # exit code

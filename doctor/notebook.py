@@ -18,7 +18,7 @@ from IPython.display import DisplayHandle, Image, Pretty, display
 
 from doctor import plot
 from runtime.config import BadInput
-from runtime.metrics import read_run
+from runtime.log import read_run
 
 LINES = 8                                    # lines of output that are shown
 

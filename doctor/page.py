@@ -6,7 +6,9 @@ HTML file that needs no server and no network.
 
 Options, as --key=value:
 """
+import html
 import json
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from doctor.diagnose import Doctor
 from rollouts import records
 from runtime import checkpoint, config, guard, hardware
 from runtime.config import BadInput, PositiveInt
-from runtime.metrics import read_lines
+from runtime.log import read_lines
 from text.tokenizer import Tokenizer
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -24,14 +26,15 @@ SIGN = "<!-- nanoRFT's report -->"           # by which an earlier page is known
 MOST_CHARACTERS = 4000                       # of a completion that are shown
 MOST_POINTS = 400                            # of a curve
 SHOWN = ("step split number sample question answer end score parts figures error reward advantage trained "
-         "verdict model other").split()      # of a record
+         "verdict other").split()            # of a record
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")
 
 
 @dataclass
 class Config:
-    folder: str = ""                         # run folder, or a folder of runs; first on the command line
+    folder: str = "."                        # run folder, or a folder of runs; first on the command line
     output: str | None = None                # None: report.html in the folder
-    megabytes: PositiveInt = 4               # of samples, at most; steps are left out, evenly
+    megabytes: PositiveInt = 4               # of samples; steps and questions are left out, evenly
     change: bool = False                     # add each token's log-probability under the best checkpoint
 
 
@@ -43,55 +46,49 @@ def runs_of(folder):
     return [path.parent for path in sorted(models, key=lambda path: path.stat().st_mtime)]
 
 
-def describe(run, expected):
+def describe(run):
     """Return what the page shows of a run but its samples: a dictionary for JSON."""
     lines = read_lines(run)
-    doctor = Doctor(lines)
-    options = config.read_saved(run)
-    last = {}                                # the latest figures of each kind
-    for line in lines:
-        last |= {key: value for key, value in line.items() if isinstance(value, int | float)}
-    panels = plot.GRPO_PANELS if any("reward" in line for line in lines) else plot.PANELS
-    seeds = plot.recorded(expected) if expected else {}
+    last = {key: value for line in lines for key, value in line.items() if isinstance(value, int | float)}
+    recipe = f"{run.parent.name}_{run.name}"
+    seeds = plot.recorded(recipe) if (plot.SEEDS / f"{recipe}.json").exists() else {}
     curves = []
-    for title, keys, scale in panels:
-        series = [curve(lines, key, seeds.get(key)) for key in keys]
+    for title, keys, scale in plot.GRPO_PANELS if "reward" in last else plot.PANELS:
+        series = [curve(lines, key, seeds) for key in keys]
         if any(one["y"] for one in series):
             curves.append({"title": title, "log": scale == "log", "series": series})
     return {
         "name": run.name,
-        "findings": [{"sentence": str(f), "over": f.until is not None} for f in doctor.findings],
-        "steps": last.get("step", 0),
+        "findings": [{"sentence": str(f), "over": f.until is not None} for f in Doctor(lines).findings],
         "last": last,
-        "options": {key: value for key, value in options.items() if value is not None},
+        "options": {key: value for key, value in config.read_saved(run).items() if value is not None},
         "curves": curves,
     }
 
 
-def curve(lines, key, seeds=None):
-    """Return a curve's points, evenly thinned, with its interval or the range of recorded seeds."""
+def curve(lines, key, seeds):
+    """Return a curve's points, evenly thinned, and its bands: the range of recorded seeds, the interval."""
     x, y = plot.points(lines, key)
-    thin = slice(None, None, -(-len(x) // MOST_POINTS) or 1)
-    result = {"key": key, "x": x[thin], "y": [round(value, 5) for value in y[thin]]}
-    for bound in ("low", "high"):
-        values = plot.points(lines, f"{key}_{bound}")[1]
-        if len(values) == len(y):
-            result[bound] = values[thin]
-    if seeds:
-        runs = list(zip(*seeds["runs"]))
-        result["seeds"] = {"x": seeds["steps"], "low": list(map(min, runs)), "high": list(map(max, runs))}
-    return result
+    thin = slice(None, None, 1 + len(x) // MOST_POINTS)
+    bands = []
+    if key in seeds:
+        runs = list(zip(*seeds[key]["runs"]))
+        bands.append({"of": "seeds", "x": seeds[key]["steps"], "low": list(map(min, runs)),
+                      "high": list(map(max, runs))})
+    low, high = (plot.points(lines, f"{key}_{bound}")[1] for bound in ("low", "high"))
+    if len(low) == len(high) == len(x):
+        bands.append({"of": "interval", "x": x[thin], "low": low[thin], "high": high[thin]})
+    return {"key": key, "x": x[thin], "y": y[thin], "bands": bands}
 
 
 def accuracies(folder):
-    """Return the rows of eval.py --json tables (greedy.txt, sampled.txt ...) in a folder: [{table, rows}]."""
+    """Return the rows of eval.py --json tables (greedy.txt, sampled.txt ...) in a folder: [{name, rows}]."""
     tables = []
     for path in sorted(folder.glob("*.txt")):
-        lines = path.read_text("utf-8", "replace").strip().splitlines()
+        last_line = path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
         try:
-            models = config.parse_json(lines[-1] if lines else "", dict)["models"]
-            rows = [{"name": Path(row["model"]).name, **{key: row[key] for key in
-                     ("accuracy", "accuracy_low", "accuracy_high")}} for row in models]
+            rows = [{"name": Path(row["model"]).name} | {key: row[key] for key in ACCURACY}
+                    for row in config.parse_json(last_line, dict)["models"]]
         except (ValueError, LookupError, TypeError):
             continue                         # another text
         tables.append({"name": path.stem, "rows": rows})
@@ -100,65 +97,49 @@ def accuracies(folder):
 
 # --- samples ---
 
-def read_all(path):
-    """Return the records at a path, each with `other`, its score by doctor.regrade if that has run."""
-    kept = list(records.read(path))
-    regraded = records.regraded(path)
-    if regraded.exists():
-        scores = config.read_json(regraded, "remove it, and repeat doctor.regrade")["scores"]
-        for record in kept:
-            record["other"] = scores.get(records.key_of(record))
-    return kept
-
-
-def thinned(kept, most):
-    """Return as many records as take `most` bytes in the page. Of held-out questions, which are asked again
-    and again, and of datagen.py's questions every n-th is kept; of training, whole steps: the first, the last
-    and evenly spaced others."""
-    asked = [record for record in kept if record.get("split") != "train"]
-    trained = [record for record in kept if record.get("split") == "train"]
-    share = 1 + sum(map(cost, asked)) // (most // 3 if trained else most)
-    asked = [record for record in asked if record["number"] % share == 0]
-    most -= sum(map(cost, asked))
-    steps = sorted({record["step"] for record in trained})
-    n = max(1, len(steps) * most // max(most, sum(map(cost, trained))))
-    chosen = {steps[i * (len(steps) - 1) // max(1, n - 1)] for i in range(n)} if steps else ()
-    return asked + [record for record in trained if record["step"] in chosen]
-
-
-def cost(record):
-    """Return about how many bytes a record takes in the page."""
-    text = len(record["question"]) + min(MOST_CHARACTERS, len(record["completion"]))
-    return 200 + text + 8 * len(record["ids"])
-
-
-def shown(record, after):
-    """Return a record as the page has it. after: the logprobs under the best checkpoint, or None."""
-    kept = {key: record.get(key) for key in SHOWN}
-    text = record["completion"]
-    kept["text"] = text[:MOST_CHARACTERS]
-    if len(text) > MOST_CHARACTERS:
-        kept["more"] = len(text) - MOST_CHARACTERS
-    elif record.get("logprobs"):
-        kept["ids"] = record["ids"]
-        kept["nats"] = [round(value, 2) for value in record["logprobs"]]
-        if after:
-            kept["after"] = [round(value, 2) for value in after]
-    if record.get("turns"):
-        kept["turns"] = [turn[:MOST_CHARACTERS] for turn in record["turns"]]
-    return {key: value for key, value in kept.items() if value is not None}
-
-
 def samples_of(path, most, run, change=False):
-    """Return the samples at a path for the page: {total, samples, pieces: {id: text}}. run: the folder whose
-    tokenizer they have; change: add their log-probabilities under its best checkpoint."""
-    every = read_all(path)
-    kept = thinned(every, most)
+    """Return the samples at a path for the page, in at most about `most` bytes, held-out questions first:
+    {total, samples, pieces: {id: text}}. run: the folder whose tokenizer they have; change: add their
+    log-probabilities under its best checkpoint."""
+    scores = {}                              # by doctor.regrade, if that has run
+    if records.regraded(path).exists():
+        scores = config.read_json(records.regraded(path), "remove it, and repeat doctor.regrade")["scores"]
+    splits = defaultdict(list)
+    for record in records.read(path):
+        splits[record.get("split")].append(record | {"other": scores.get(records.key_of(record))})
+    kept = []
+    for split in sorted(splits, reverse=True):
+        kept += thinned(splits[split], "step" if split == "train" else "number", most // len(splits))
     after = later_logprobs(hub.find(run), kept) if change else {}
     samples = [shown(record, after.get(i)) for i, record in enumerate(kept)]
     tokenizer = Tokenizer.of_run(run, checkpoint.read_model(run)["tokenizer"])
     pieces = {i: tokenizer.decode([i]) for i in {i for sample in samples for i in sample.get("ids", ())}}
-    return {"total": len(every), "samples": samples, "pieces": pieces}
+    return {"total": sum(map(len, splits.values())), "samples": samples, "pieces": pieces}
+
+
+def thinned(kept, unit, most):
+    """Return the records of every n-th unit and the last, so that they take about `most` bytes. unit: step of
+    training; number of a question that is asked again and again, or by datagen.py."""
+    size = sum(200 + len(record["question"]) + min(MOST_CHARACTERS, len(record["completion"]))
+               + 8 * len(record["ids"]) for record in kept)
+    units = sorted({record[unit] for record in kept})
+    chosen = {*units[::1 + size // most], units[-1]}
+    return [record for record in kept if record[unit] in chosen]
+
+
+def shown(record, after):
+    """Return a record as the page has it. after: the logprobs under the best checkpoint, or None."""
+    text = record["completion"]
+    kept = {key: record.get(key) for key in SHOWN} | {"text": text[:MOST_CHARACTERS]}
+    if len(text) > MOST_CHARACTERS:
+        kept["more"] = len(text) - MOST_CHARACTERS
+    else:
+        kept["ids"] = record["ids"]
+        kept["nats"] = [round(value, 2) for value in record["logprobs"]]
+        kept["after"] = after and [round(value, 2) for value in after]
+    if "turns" in record:
+        kept["turns"] = [turn[:MOST_CHARACTERS] for turn in record["turns"]]
+    return {key: value for key, value in kept.items() if value is not None}
 
 
 def later_logprobs(source, kept):
@@ -180,13 +161,12 @@ def render(title, data):
     """Return the page's HTML. Completions come into it as JSON alone, without `<`, and its script shows them
     as text, so that nothing in them is executed."""
     content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    html = TEMPLATE.read_text(encoding="utf-8").replace("SIGN", SIGN, 1)
-    title = title.replace("&", "&amp;").replace("<", "&lt;")
-    return html.replace("DATA", content, 1).replace("TITLE", title, 1)
+    template = TEMPLATE.read_text(encoding="utf-8").replace("SIGN", SIGN, 1)
+    return template.replace("DATA", content, 1).replace("TITLE", html.escape(title), 1)
 
 
-def page_of(cfg):
-    """Return the path of the page that was written."""
+def main(argv):
+    cfg = config.load(Config, argv, positional="folder")
     folder = Path(cfg.folder)
     runs = runs_of(folder)
     if not runs:
@@ -195,26 +175,18 @@ def page_of(cfg):
     if output.exists() and SIGN not in output.read_text("utf-8", "replace")[:200]:
         raise config.would_overwrite(output, "a page of doctor.page")
     logs = sorted(folder.glob("*.attempts.jsonl")) if folder not in runs else []
-    most = cfg.megabytes * records.MEGABYTE // max(1, len(runs) + len(logs))
-    described = []
-    for run in runs:
-        expected = f"{folder.name}_{run.name}"
-        names = {path.stem for path in plot.SEEDS.glob("*.json")}
-        about = describe(run, expected if expected in names else None)
-        described.append(about | samples_of(run, most, run, cfg.change))
+    most = cfg.megabytes * records.MEGABYTE // (len(runs) + len(logs))
+    described = [describe(run) | samples_of(run, most, run, cfg.change) for run in runs]
+    tables = accuracies(folder)
+    evaluated = [{"name": run["name"]} | {key: run["last"][f"val_{key}"] for key in ACCURACY}
+                 for run in described if "val_accuracy" in run["last"]]
+    if evaluated:
+        tables.append({"name": "last evaluation in training, greedy", "rows": evaluated})
     for log in logs:
         name = f"{log.name.removesuffix('.attempts.jsonl')}, rejection sampling"
-        described.insert(1, {"name": name, "findings": []} | samples_of(log, most, runs[0]))
-    html = render(str(folder), {"runs": described, "tables": accuracies(folder)})
-    output.write_text(html, encoding="utf-8")
-    return output
-
-
-def main(argv):
-    cfg = config.load(Config, argv, positional="folder")
-    if not cfg.folder:
-        raise BadInput("No run is given: name a run folder, such as python -m doctor.page out/grpo.")
-    print(page_of(cfg))
+        described.insert(1, {"name": name} | samples_of(log, most, runs[0]))
+    output.write_text(render(str(folder), {"runs": described, "tables": tables}), encoding="utf-8")
+    print(output)
     return 0
 
 

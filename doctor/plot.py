@@ -12,7 +12,7 @@ from typing import Literal
 
 from runtime import config, guard
 from runtime.config import BadInput, read_json, require
-from runtime.metrics import read_run
+from runtime.log import read_run
 
 SEEDS = Path(__file__).parent.parent / "expected" / "seeds"
 

@@ -18,7 +18,6 @@ from rollouts.questions import task_errors
 from runtime import config, guard
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, Bounds, NonNegativeInt
-from runtime.progress import track
 from tasks._pool import Pool
 
 
@@ -33,47 +32,38 @@ class Config:
 
 def grade(cfg, kept):
     """Return a Grade for each record by the task."""
-    grades = []
     with task_errors(), Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
-        for record in track(kept, "grading", "completions"):
-            question = {"question": record["question"], "answer": record["answer"], **record.get("keys", {})}
-            pool.submit(question, record["completion"], record.get("turns"))
-            grades += pool.collect()
-        pool.flush()
-        grades += pool.collect(wait=True)
-    return grades
+        return pool.score(({"question": record["question"], "answer": record["answer"], **record["keys"]},
+                           record["completion"], record.get("turns")) for record in kept)
 
 
-def sign_changes(kept, grades):
+def sign_changes(graded):
     """Return how many completions are above their group's mean by one verifier and below it by the other."""
     groups = defaultdict(list)
-    for record, other in zip(kept, grades):
-        if not record["error"] and not other.error and record.get("verdict") != "unfinished":
-            group = tuple(record.get(name) for name in ("model", "split", "step", "number"))
-            groups[group].append((record["score"], other.score))
+    for record, other in graded:
+        group = tuple(record.get(name) for name in ("model", "split", "step", "number"))
+        groups[group].append((record["score"], other.score))
     changes = 0
     for group in groups.values():
-        before = fmean(score for score, _ in group)
-        after = fmean(score for _, score in group)
+        before, after = map(fmean, zip(*group))
         changes += sum((score - before) * (other - after) < 0 for score, other in group)
     return changes
 
 
 def report(kept, grades, most):
     """Print the comparison and the clearest cases: the largest differences, one per question."""
-    differ = [(record, other) for record, other in zip(kept, grades)
-              if record["score"] != other.score and not (record["error"] or other.error)
-              and record.get("verdict") != "unfinished"]     # which was not graded
+    graded = [(record, other) for record, other in zip(kept, grades)
+              if not (record["error"] or other.error) and record.get("verdict") != "unfinished"]
+    differ = [(record, other) for record, other in graded if record["score"] != other.score]
     higher = sum(other.score > record["score"] for record, other in differ)
     errors = sum(bool(other.error) for other in grades)
     print(f"{len(kept):,} completions: {len(differ):,} rewards differ ({len(differ) / len(kept):.1%}), "
-          f"{higher:,} of them higher by the other verifier; {sign_changes(kept, grades):,} advantages "
+          f"{higher:,} of them higher by the other verifier; {sign_changes(graded):,} advantages "
           f"change their sign; {errors:,} errors.")
-    seen = set()
+    cases = {}
     for record, other in sorted(differ, key=lambda pair: -abs(pair[0]["score"] - pair[1].score)):
-        if record["question"] in seen or len(seen) == most:
-            continue
-        seen.add(record["question"])
+        cases.setdefault(record["question"], (record, other))
+    for record, other in list(cases.values())[:most]:
         failed = [part for part, holds in other.parts.items() if not holds]
         reason = f" (not {', '.join(failed)})" if failed else ""
         print(f"\nscore {record['score']:g}, by the other {other.score:g}{reason}\n{record['question']}\n"

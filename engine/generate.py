@@ -141,7 +141,7 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, scheduler):
-        """Append replies and decode until the next poll. Return ids [B, steps] and logprobs [B, 2, steps]; ()
+        """Append replies and decode until the next poll. Return ids and logprobs [B, steps]; ()
         if all samples are paused."""
         runner = self.runner
         if scheduler.environment:

@@ -15,11 +15,11 @@ from torch.nn.attention import sdpa_kernel
 from engine.gpu import CUDAGraph
 from engine.kv_cache import PREFILL_TOKENS, KVCache, slots_that_fit
 from engine.sampler import draw, uniform
-from layers.lora import merged_weights
+from layers.lora import fingerprint, merged_weights
 from layers.ops import SDPA_WITH_MASK
 from layers.packed import Packed, pack_linears, takes_half_weights
 from model import GPT, on_meta
-from runtime import hardware, memory, vitals
+from runtime import hardware, memory
 
 MIN_PREFIX = 16                              # shortest common prefix of prompts that is computed once
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
@@ -96,7 +96,7 @@ class ModelRunner:
     def load(self, model):
         """Copy the weights of a model of the same shape, with adapters merged in fp32. CUDA graphs stay."""
         model = getattr(model, "_orig_mod", model)            # unwrap a compiled model
-        setters = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
+        setters = {name: tensor.copy_ for name, tensor in self.model.state_dict().items()}
         for name, module in self.model.named_modules():
             if isinstance(module, Packed):
                 setters[f"{name}.weight"] = module.pack
@@ -110,7 +110,7 @@ class ModelRunner:
                 setters[name](weight)
             if self.head and name == head:
                 self.head.pack(weight)
-        self.fingerprint = vitals.fingerprint(model, self.dtype)         # identifies these weights
+        self.fingerprint = fingerprint(model, self.dtype)                # identifies these weights
 
     def allocate(self, slots):
         """Allocate the cache and the state of each slot, with half the slots if memory is too small."""
@@ -142,7 +142,7 @@ class ModelRunner:
         # The number of steps of this decode(), and their draws.
         self.step_index = torch.zeros(1, dtype=torch.long, device=device)
         self.step_ids = torch.zeros(self.poll, slots, dtype=torch.long, device=device)
-        self.step_logprobs = torch.zeros(self.poll, 2, slots, dtype=torch.float32, device=device)
+        self.step_logprobs = torch.zeros(self.poll, slots, dtype=torch.float32, device=device)
 
     def reset(self):
         """Forget earlier calls, which must not change a later one's last bits."""
@@ -222,8 +222,8 @@ class ModelRunner:
             self.model.hidden(x, positions, attentions)
 
     def decode(self, positions, paused, steps, sampling):
-        """Draw the next tokens of slots 0 ... B-1, whose newest ones are at positions [B]. Return ids [B,
-        steps] and logprobs [B, 2, steps]. Rows that are paused [B] run along, and are set back each time."""
+        """Draw the next tokens of slots 0 ... B-1, whose newest ones are at positions [B]. Return ids and
+        logprobs [B, steps]. Rows that are paused [B] run along, and are set back each time."""
         B = len(positions)
         if paused.any():
             held = np.flatnonzero(paused)
@@ -233,8 +233,8 @@ class ModelRunner:
         for _ in range(steps):
             self.launch(*shape, sampling)
         ids = self.step_ids[:steps, :B].T.cpu().numpy()
-        logprobs = self.step_logprobs[:steps, :, :B].permute(2, 1, 0).cpu().numpy()
-        if np.isnan(logprobs[:, 0]).any():
+        logprobs = self.step_logprobs[:steps, :B].T.cpu().numpy()
+        if np.isnan(logprobs).any():
             self.cache.storage.zero_()       # NaN would outlive its row: 0 * NaN is NaN
             raise FloatingPointError("The logits are not finite: check the model's weights, or use a "
                                      "dtype with a larger range.")
@@ -278,12 +278,8 @@ class ModelRunner:
             logits = logits.cpu()
         noise = self.noise[:B].gather(1, positions[:, None].to(self.noise.device))[:, 0]
         ids, logprobs = draw(logits, noise, sampling)
-        full_logprobs = logprobs
-        if sampling.full_logprobs:
-            full_logprobs = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1)
-        both = torch.stack((logprobs, full_logprobs))
         self.step_ids[:, :B].index_copy_(0, self.step_index, ids[None].to(self.device))
-        self.step_logprobs[:, :, :B].index_copy_(0, self.step_index, both[None].to(self.device))
+        self.step_logprobs[:, :B].index_copy_(0, self.step_index, logprobs[None].to(self.device))
         tokens.copy_(ids)
         positions.add_(1).clamp_(max=self.context - 1)       # finished rows run until the next decode()
         self.step_index += 1

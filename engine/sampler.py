@@ -18,7 +18,6 @@ class Sampling:
     min_p: float = 0.0             # only ids with at least this share of the top one's (Nguyen et al. 2024)
     stop: tuple = ()               # token ids that end a sample and are included in it
     stop_strings: tuple = ()       # texts that end a sample, including the token that completes them
-    full_logprobs: bool = False    # also return logprobs at T = 1 over all ids
 
     def __post_init__(self):
         object.__setattr__(self, "stop", tuple(self.stop))

@@ -28,7 +28,6 @@ class Sample:
     index: int                               # first_sample ... first_sample + num_samples - 1
     ids: list = field(default_factory=list)  # new token ids
     logprobs: list = field(default_factory=list)       # under the sampling distribution (greedy: T = 1), nats
-    full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, with Sampling.full_logprobs
     reason: str = ""                         # stop | length | reply: the environment's, without room
     forced: list = field(default_factory=list)         # (first, last): the environment wrote ids[first:last];
                                              # their logprobs are 0
@@ -79,7 +78,7 @@ class Scheduler:
         self.paused = np.zeros(slots, dtype=bool)
         columns = self.context + self.poll   # finished samples run until the next record()
         self.ids = np.zeros((slots, columns), dtype=np.int64)
-        self.logprobs = np.zeros((slots, 2, columns), dtype=np.float32)
+        self.logprobs = np.zeros((slots, columns), dtype=np.float32)
 
     def arrays(self):
         counts = self.prompt_tokens, self.new_tokens, self.max_new_tokens
@@ -173,14 +172,13 @@ class Scheduler:
         return min(self.poll, int(remaining.max(initial=0)))
 
     def record(self, ids, logprobs):
-        """Record new ids [B, steps] and logprobs [B, 2, steps]; return the samples that finish. Vectorised: a
+        """Record new ids and logprobs [B, steps]; return the samples that finish. Vectorised: a
         Python loop over 512 rows takes as long as two GPU steps of a small model."""
         B, steps = ids.shape
         slots = np.arange(B)[:, None]
         columns = self.new_tokens[:B, None] + np.arange(steps)
         self.ids[slots, columns] = ids
-        for i in range(1 + self.sampling.full_logprobs):
-            self.logprobs[slots, i, columns] = logprobs[:, i]
+        self.logprobs[slots, columns] = logprobs
         kept, stopped = self.find_stops(ids)
         self.new_tokens[:B] += kept
         self.tokens += int(kept.sum())
@@ -190,9 +188,7 @@ class Scheduler:
             n = self.new_tokens[slot]
             sample = self.running[slot]
             sample.ids = self.ids[slot, :n].tolist()
-            sample.logprobs = self.logprobs[slot, 0, :n].tolist()
-            if self.sampling.full_logprobs:
-                sample.full_logprobs = self.logprobs[slot, 1, :n].tolist()
+            sample.logprobs = self.logprobs[slot, :n].tolist()
             sample.reason = "stop" if stopped[slot] else "length"
             if stopped[slot] and self.environment and self.environment.ask(sample):
                 self.paused[slot] = True
@@ -271,7 +267,7 @@ class Scheduler:
             rows = np.array(slots)[:, None]
             columns = newest[:, None] + np.arange(1 + T)
             self.ids[rows, columns[:, 1:]] = [self.running[slot].pending for slot in slots]
-            self.logprobs[rows, :, columns[:, 1:]] = 0
+            self.logprobs[rows, columns[:, 1:]] = 0
             for slot, n in zip(slots, (newest + 1).tolist()):
                 self.running[slot].forced.append((n, n + T))
                 self.running[slot].pending = []

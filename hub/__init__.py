@@ -133,7 +133,7 @@ def find(path_or_name, step=None):
         shape = GPTConfig(**about["architecture"]) if is_run else read_config(about)
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         file = folder / ("model.json" if is_run else "config.json")
-        advice = "restore it, or give another run" if is_run else "download it again"
+        advice = "restore it, or use the code that wrote it" if is_run else "download it again"
         raise BadInput(f"{file} describes no model ({type(e).__name__}: {e}): {advice}.") from None
     if is_run:
         step = step or checkpoint.choose(folder)

@@ -136,15 +136,18 @@ def write_config(config):
                        "softmax attention.")
     config = dataclasses.replace(config, dropout=0.0, mixer_features=GPTConfig.mixer_features)
     wide_heads = config.head_dim != config.n_embd // config.n_head
+    differences = []                         # per kind the fields that it can't express
     for kind in ("gpt2", "llama", "qwen3") if wide_heads else ("gpt2", "llama", "qwen2", "qwen3"):
         written = write_gpt2(config) if kind == "gpt2" else write_llama(config, kind)
         with contextlib.suppress(ValueError, BadInput):       # a width that this kind can't have, for example
-            if read_config(written) == config:
+            other = read_config(written)
+            if other == config:
                 return written
-    raise BadInput(f"transformers has no architecture for norm={config.norm}, "
-                   f"position={config.position}, qk_norm={config.qk_norm}, mlp={config.mlp}, "
-                   f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: export an "
-                   "architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
+            differences.append([f"{name}={value}" for name, value in vars(config).items()
+                                if value != getattr(other, name)])
+    nearest = min(differences, key=len, default=["this shape"])
+    raise BadInput(f"transformers has no architecture with {', '.join(nearest)} and the model's other options: "
+                   "export an architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
 
 
 def write_gpt2(config):

@@ -15,6 +15,9 @@ from text.tokenizer import BUILT_IN, split_of, tokenizer_json
 def architecture_of(config):
     """Return llama.cpp's name of the architecture of a config.json (a dict), or raise BadInput."""
     kind = config["model_type"]
+    if kind not in ("gpt2", "llama", "qwen2", "qwen3"):
+        raise BadInput(f"This command does not know how llama.cpp stores a {kind}: export the model without "
+                       "--gguf, and use llama.cpp's convert_hf_to_gguf.py.")
     if config.get("activation_function") == "gelu":
         raise BadInput("llama.cpp computes GPT-2 with the tanh form of GELU: train with --mlp=gelu_tanh, or "
                        "use the model with transformers.")

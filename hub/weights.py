@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import hub
 from hub.architectures import write_config
-from layers.lora import LoRA, merged
+from layers.lora import LoRA, merged, trained_beside
 from runtime import checkpoint
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
@@ -68,7 +68,8 @@ def load_safetensors(model, folder, hf_config):
     readers = read_tensors(folder)
     weights = model.state_dict()
     if kind == "gpt2":                                        # files of GPT2Model lack the prefix
-        readers = {with_gpt2_prefix(name): reader for name, reader in readers.items()}
+        readers = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": reader
+                   for name, reader in readers.items()}
     readers = {name: reader for name, reader in readers.items() if not BUFFERS.fullmatch(name)}
     names = list(weight_names(config, kind))
     for name, hf_names, transposed in track(names, f"loading the weights in {folder}", "tensors"):
@@ -99,10 +100,6 @@ def load_safetensors(model, folder, hf_config):
     if readers:
         raise BadInput(f"{folder} has {len(readers)} unexpected tensors for a {kind}, "
                        f"{next(iter(readers))} for one: choose another model.")
-
-
-def with_gpt2_prefix(name):
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def read_tensors(folder):
@@ -189,13 +186,18 @@ def write(folder, config_name, hf_config, tensors_name, tensors):
 
 def export_adapters(model, folder, base_model_name_or_path=""):
     """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained(base,
-    folder). model: a run folder, or a GPT with adapters (`export` within adapters_off writes the base)."""
+    folder). model: a run folder, or a GPT with adapters (`export` within adapters_off writes the base).
+    BadInput if other weights were trained too: PEFT's files would lack them."""
     if isinstance(model, str | Path):
         model = hub.find(model).load_adapted()
     config = model.config
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if not layers:
         raise BadInput("The model has no adapters: use hub.weights.export, or call add_lora first.")
+    if beside := trained_beside(model):
+        raise BadInput(f"{', '.join(beside)} were trained beside the adapters, and PEFT's files would lack "
+                       "them: export the whole model with hub.weights.export, or freeze those that it can do "
+                       "without.")
     kind = write_config(config)["model_type"]
     tensors = {}
     for name, hf_names, _ in weight_names(config, kind):

@@ -80,11 +80,6 @@ def favor_features(x, vectors, own_maximum, gain=None):
     return exponents.exp() + MIN_FEATURE
 
 
-def elu_features(x):
-    """Return elu(x) + 1 in fp32."""
-    return F.elu(x.float()) + (1 + MIN_FEATURE)
-
-
 class Mixer(nn.Module):
     """Compute features of an attention layer's queries and keys for `mix`.
 
@@ -124,7 +119,7 @@ class Mixer(nn.Module):
 
     def features(self, x, own_maximum, gain=None):
         if self.kind == "linear":
-            return elu_features(x)
+            return F.elu(x.float()) + (1 + MIN_FEATURE)
         return favor_features(x, self.vectors, own_maximum, gain)
 
 

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # the linear layers of a block
 EXTRAS = "extras."                                     # beginning of the names of weights in GPT.extras
+SAMPLED = 256                                          # weights of a matrix in a fingerprint
 
 
 class LoRA(nn.Linear):
@@ -124,10 +125,15 @@ def adapters(model):
     return {name: weights[name] for name in weights if name.endswith((".lora_a", ".lora_b"))}
 
 
+def trained_beside(model):
+    """Return the names of the weights that are trained beside a model's adapters, sorted."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return sorted(trained - adapters(model).keys())
+
+
 def trains_adapters_alone(model):
     """Tell whether a model within adapters_off stays what it was before training."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return all(name.startswith(EXTRAS) for name in trained - adapters(model).keys())
+    return all(name.startswith(EXTRAS) for name in trained_beside(model))
 
 
 def load_adapters(model, tensors):
@@ -140,6 +146,8 @@ def load_adapters(model, tensors):
         raise ValueError(f"{wrong[0]} is missing, unexpected or of another shape: "
                          "call add_lora with the rank and linears of the saved adapters.")
     model.load_state_dict(tensors, strict=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in tensors)
 
 
 def merged(model):
@@ -161,13 +169,20 @@ def merged_weights(model, dtype=None, prefix=""):
         if name in own or name.startswith(EXTRAS) or not name.startswith(prefix):
             continue
         module = adapted.get(name)
-        yield name, merged_weight(module) if module and module.enabled else full_tensor(value, dtype)
+        if module and module.enabled:
+            yield name, merge(*map(full_tensor, (module.weight, module.lora_a, module.lora_b)), module.scale)
+        else:
+            yield name, full_tensor(value, dtype)
 
 
-def merged_weight(module):
-    """Return W + alpha / rank * B A of a LoRA layer, fp32."""
-    weight, a, b = (full_tensor(tensor) for tensor in (module.weight, module.lora_a, module.lora_b))
-    return merge(weight, a, b, module.scale)
+@torch.no_grad()
+def fingerprint(model, dtype=torch.float32):
+    """Return SAMPLED weights of each matrix of the last block, adapters merged and rounded to dtype: fp32 [n]
+    on the model's device. Every rank must call if the model is sharded."""
+    last = f"blocks.{model.config.n_layer - 1}."
+    matrices = (weight for _, weight in merged_weights(model, dtype, last) if weight.ndim == 2)
+    parts = [weight.flatten()[::max(1, weight.numel() // SAMPLED)] for weight in matrices]
+    return torch.cat(parts).to(dtype).float()
 
 
 def full_tensor(tensor, dtype=None):

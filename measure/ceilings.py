@@ -113,6 +113,14 @@ def machine(hw):
     }
 
 
+def recipe_rows(hw):
+    """Return the rows of docs/recipes.md that are this machine's."""
+    if hw.device.type != "cuda":
+        return f"measured, bf16: {'yes' if hw.dtype == 'bf16' else 'no'}"
+    memory = hw.memory_size_gb()
+    return "computed, " + ("A100" if memory > 36 else "4090" if memory > 20 and hw.dtype == "bf16" else "T4")
+
+
 def cpu_name():
     cpuinfo = Path("/proc/cpuinfo")
     model_name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None

@@ -1,4 +1,4 @@
-"""Run the stages' scripts as processes, read their logs, alternate implementations, and chart the rates."""
+"""Run the stages' scripts as processes, read their logs, and alternate implementations."""
 import json
 import os
 import statistics
@@ -10,10 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from doctor import plot
 from runtime import guard
 from runtime.config import BadInput
-from runtime.metrics import read_run
+from runtime.log import read_lines, read_run
 from runtime.progress import ProgressLine, track
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +138,17 @@ def run_script(work, options=None):
     return work.runs[-1]
 
 
+def steps_of(folder):
+    """Return the lines of a run's metrics that are steps."""
+    return [line for line in read_lines(folder) if "lr" in line]
+
+
+def seconds_at(folder, step):
+    """Return the seconds of training a step, until the last logged one of the first `step`."""
+    line = [line for line in steps_of(folder) if line["step"] <= step][-1]
+    return line["seconds"] / line["step"]
+
+
 def recorded(runs):
     """Return the figures of runs that the record keeps."""
     left_out = ("units", "settings", "steps")
@@ -210,25 +220,3 @@ def run_peer(cfg, hw, work, peer, units, **job):
     figures = json.loads(printed.splitlines()[-1])
     work.peak_memory_gb[peer] = figures["peak_memory_gb"]
     return units / statistics.median(figures["seconds"][WARM_UP:])
-
-
-def chart(path, title, rates, unit):
-    """Draw bars of medians with lines from least to most, and return the path. Prints a line and returns None
-    without matplotlib."""
-    try:
-        figure, axis = plot.one_panel(title, 9, 1.2 + 0.4 * len(rates))
-    except ImportError as e:
-        print(f"The chart is left out, since matplotlib can't be imported ({e}).")
-        return None
-    names = list(rates)[::-1]                # the first is drawn on top
-    medians = [statistics.median(rates[name]) for name in names]
-    below = [median - min(rates[name]) for name, median in zip(names, medians)]
-    above = [max(rates[name]) - median for name, median in zip(names, medians)]
-    axis.barh(names, medians, xerr=[below, above], color="C0", ecolor="0.3", capsize=3)
-    for y, (name, median) in enumerate(zip(names, medians)):
-        label = f"  {median:,.1f}" if median < 1000 else f"  {median:,.0f}"
-        axis.annotate(label, (max(rates[name]), y), va="center", fontsize=9)
-    axis.margins(x=0.12)
-    axis.set_xlabel(f"{unit}; median, least and most of the runs")
-    figure.savefig(path, dpi=120)
-    return str(path)

@@ -114,13 +114,9 @@ def micro_batches(completions, tokens, multiple=1):
     longest = {}                             # {prefix: length of its longest completion}
     for c in completions:
         longest[c.prefix] = max(longest.get(c.prefix, 0), len(c.ids))
-
-    def by_length(c):
-        return -len(c.ids), c.prompt
-
-    def by_prompt(c):
-        return -longest[c.prefix], c.prompt, -len(c.ids)
-    splits = [cut(sorted(completions, key=order), tokens, multiple) for order in (by_length, by_prompt)]
+    by_length = sorted(completions, key=lambda c: (-len(c.ids), c.prompt))
+    by_prompt = sorted(completions, key=lambda c: (-longest[c.prefix], c.prompt, -len(c.ids)))
+    splits = [cut(ordered, tokens, multiple) for ordered in (by_length, by_prompt)]
     return min(splits, key=lambda parts: sum(cost_of(part, multiple) for part in parts))
 
 

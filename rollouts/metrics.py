@@ -7,6 +7,7 @@ from statistics import fmean
 
 import torch
 
+from layers.lora import fingerprint
 from rollouts.accuracy import accuracy
 from rollouts.pipeline import zero_variance
 from rollouts.questions import normalized
@@ -14,7 +15,6 @@ from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
 from runtime.options import non_default_options, rate_shown
-from runtime.vitals import fingerprint, moved
 from text.provenance import common_prompt
 
 PHASES = ("rollout", "reward", "reference", "update", "sync", "record")      # timed phases of a step
@@ -216,11 +216,10 @@ def vitals(run, pipeline, groups, metrics):
     the engine's weights are stale, mean number of distinct samples per group, and evidence for the cause of
     zero or equal rewards. groups: this rank's."""
     engine = pipeline.engine
-    before = run.fingerprint.to(engine.dtype).float()
     after = fingerprint(run.model, engine.dtype)
     completions = [c for group in groups for c in group]
     values = {
-        "moved": moved(before, after),
+        "moved": run.moved(after, engine.dtype),
         "engine_stale": float(not torch.equal(after, engine.fingerprint)),
         "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
         "advantage_fit": advantage_fit(groups),

@@ -58,13 +58,16 @@ class Recorder:
         """step: of the checkpoint that the run begins with; records of later steps are removed."""
         self.folder = Path(out_dir, FOLDER)
         distributed.on_main(lambda: self.forget_after(step))
-        self.room = {"all": float("inf"), "none": 0}.get(record, record)
-        if self.room not in (0, float("inf")):
-            sizes = [path.stat().st_size for path in self.folder.glob("*.jsonl.gz")]
-            room = self.room * MEGABYTE - sum(sizes)
-            self.room = 0 if 0 in sizes else max(0, room) / distributed.world_size()
-            if self.room == 0 and distributed.is_main():
-                print(f"{self.folder} is as large as --record allows: nothing more is recorded.", flush=True)
+        sizes = [path.stat().st_size for path in self.folder.glob("*.jsonl.gz")]
+        self.room = {"all": float("inf"), "none": 0}.get(record)
+        if self.room is None:
+            self.room = 0 if 0 in sizes else (record * MEGABYTE - sum(sizes)) / distributed.world_size()
+            self.say_if_full()
+
+    def say_if_full(self):
+        if self.room <= 0 and distributed.is_main():
+            print(f"{self.folder} is as large as --record allows: later completions are not recorded.",
+                  flush=True)
 
     def forget_after(self, step):
         for path in self.folder.glob("*_" + 8 * "[0-9]" + ".*.jsonl.gz*"):
@@ -88,16 +91,12 @@ class Recorder:
             lines.append(json.dumps(record))
         content = gzip.compress("\n".join(lines).encode(), 1, mtime=0)
         self.room -= len(content)
-        if self.room <= 0:
-            content = b""
-            if distributed.is_main():
-                print(f"{self.folder} is as large as --record allows: later completions are not recorded.",
-                      flush=True)
+        self.say_if_full()
         path = self.folder / f"{split}_{step:08}.{distributed.rank()}.jsonl.gz"
         temporary = Path(f"{path}.tmp-{os.getpid()}")
         try:
             self.folder.mkdir(exist_ok=True)
-            temporary.write_bytes(content)
+            temporary.write_bytes(content if self.room > 0 else b"")
             temporary.replace(path)
         except OSError as e:
             print(f"{path} could not be written ({e.strerror}).", flush=True)

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from doctor import plot
 from rollouts.accuracy import interval
 from rollouts.questions import task_errors
 from runs import summary as pipeline
 from runtime import config, guard
 from runtime.config import BadInput, PositiveInt
-from runtime.metrics import read_lines
+from runtime.log import read_lines
 from tasks import countdown_search
 
 MODELS = ("base", "rft", "grpo")
@@ -210,44 +209,6 @@ def summarise(folder, known, again):
     }, intervals
 
 
-def draw(summary, intervals, curve, path):
-    """Draw accuracy over wall time: a point at the end of each stage, and a curve during reinforcement
-    learning. curve: [(seconds since its start, share of right samples)]."""
-    title = f"Right answers of {summary['questions']} unseen problems, %, with 95% intervals"
-    figure, axis = plot.one_panel(title, 7, 3.8)
-    ends = []
-    for stage in summary["stages"]:
-        ends.append((ends[-1] if ends else 0.0) + stage["seconds"] / 60)
-    figures = pipeline.figures_of(summary)
-    for k, (key, color) in enumerate(zip(figures, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
-        heights = [100 * stage[key] for stage in summary["stages"]]
-        bounds = None                                    # pass@8 has no interval
-        if k < 2:
-            bounds = [[height - 100 * of_stage[k][0] for height, of_stage in zip(heights, intervals)],
-                      [100 * of_stage[k][1] - height for height, of_stage in zip(heights, intervals)]]
-        axis.errorbar(ends, heights, bounds, fmt="o-", color=color, capsize=3, label=figures[key])
-    if curve:
-        minutes = [ends[1] + seconds / 60 for seconds, _ in curve]
-        axis.plot(minutes, [100 * share for _, share in curve], color="#7fa8d1", linewidth=0.8,
-                  label="samples to train on")
-    axis.axhline(100 * summary["teachers"]["together"], color="black", linestyle=":", linewidth=1,
-                 label="all teachers together")
-    for end, stage in zip(ends, summary["stages"]):
-        axis.annotate(stage["name"], (end, 2), ha="right", fontsize=9)
-        axis.axvline(end, color="#e0e0e0", linewidth=1, zorder=0)
-    axis.set_ylim(0, 100)
-    axis.set_xlim(0, None)
-    axis.set_xlabel("minutes of training and sampling")
-    axis.legend(frameon=False, fontsize=8, loc="center left")
-    figure.savefig(path, dpi=140)
-
-
-def learning_curve(run):
-    """Return [(seconds, share of right samples)] of a grpo.py run."""
-    lines = read_lines(run)
-    return [(line["seconds"], line["reward"]) for line in lines if "reward" in line and "seconds" in line]
-
-
 def report(summary):
     pipeline.print_stages(summary)
     for when, by_model in summary["gains"].items():
@@ -286,7 +247,10 @@ def main(argv):
     again = answers(folder / "again.jsonl")
     summary, intervals = summarise(folder, known, again)
     traces = side_by_side(answers(folder / "greedy.jsonl"), again, known["unsolved"])
-    picture = partial(draw, summary, intervals, learning_curve(folder / "grpo"))
+    level = known["together"], "all teachers together"
+    steps = [line for line in read_lines(folder / "grpo") if "reward" in line and "seconds" in line]
+    curve = [(line["seconds"], line["reward"]) for line in steps]
+    picture = partial(pipeline.draw, summary, intervals, curve=curve, level=level)
     pipeline.write(folder, summary, report, picture, {"traces.txt": traces})
     return 0
 

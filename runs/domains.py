@@ -1,16 +1,15 @@
-"""Summarise a folder of runs/domains.sh: tables, summary.json, cosines.png, transfer.png.
+"""Summarise a folder of runs/domains.sh: tables and summary.json.
 
     python -m runs.domains out/domains
 """
 import json
 import math
-import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
 from runtime import guard
 from runtime.config import BadInput
-from runtime.metrics import read_lines
+from runtime.log import read_lines
 
 # {runs: Student's t of a 95% interval of their mean}
 T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
@@ -125,48 +124,6 @@ def cost(folder):
     return result
 
 
-def square(axis, names, table, title, limit):
-    """Draw a matrix as colours with its numbers."""
-    axis.imshow(table, cmap="RdBu", vmin=-limit, vmax=limit)
-    axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    axis.set_yticks(range(len(names)), names)
-    for i, row in enumerate(table):
-        for j, value in enumerate(row):
-            if not math.isnan(value):
-                text = f"{value:+.0f}" if limit > 1 else f"{value:+.2f}"
-                axis.text(j, i, text, ha="center", va="center", fontsize=8)
-    axis.set_title(title, loc="left", fontsize=10)
-
-
-def draw_cosines(found, conflicts, path):
-    from matplotlib.figure import Figure
-    names = list(dict.fromkeys(name for pair in found for name in pair.split("/")))
-    last = max(conflicts)
-    figure = Figure(figsize=(15, 3.6), layout="constrained")
-    axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.2))
-    for k, axis in enumerate(axes[:3]):
-        table = [[math.nan] * len(names) for _ in names]
-        for pair, steps in found.items():
-            i, j = (names.index(name) for name in pair.split("/"))
-            within = [value for step, value in steps.items() if k * last / 3 < step <= (k + 1) * last / 3]
-            table[i][j] = table[j][i] = fmean(within) if within else math.nan
-        square(axis, names, table, f"Cosine, steps {k * last // 3 + 1} to {(k + 1) * last // 3}", 0.5)
-    axes[3].plot(list(conflicts), [100 * value for value in conflicts.values()], ".-")
-    axes[3].set_title("Pairs that conflict, %", loc="left", fontsize=10)
-    axes[3].set_xlabel("step")
-    axes[3].set_ylim(0, 100)
-    figure.savefig(path, dpi=110)
-
-
-def draw_transfer(found, path):
-    from matplotlib.figure import Figure
-    names = list(found)
-    figure = Figure(figsize=(5, 4.4), layout="constrained")
-    table = [[100 * found[name][domain][0] for domain in names] for name in names]
-    square(figure.subplots(), names, table, "Points gained: trained on (rows), tested on (columns)", 15)
-    figure.savefig(path, dpi=110)
-
-
 def main(argv):
     folder = Path(argv[0] if argv else "out/domains")
     if not (folder / "ladder.sampled.json").exists():
@@ -177,13 +134,6 @@ def main(argv):
     found, conflicts = cosines(folder)
     summary |= {"cosines": found, "conflicts": conflicts, "cost": cost(folder)}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-    try:
-        if found:
-            draw_cosines(found, conflicts, folder / "cosines.png")
-        if summary["sampled"]["transfer"]:
-            draw_transfer(summary["sampled"]["transfer"], folder / "transfer.png")
-    except ImportError as e:
-        print(f"Pictures are not drawn, since matplotlib can't be imported ({e}).", file=sys.stderr)
     return 0
 
 

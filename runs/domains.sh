@@ -23,7 +23,7 @@ for argument in "$@"; do
             exit 2 ;;
     esac
 done
-also="matplotlib"; source runs/setup.sh
+source runs/setup.sh
 domains="math:0 code:0 logic:0 simulation:0 table:0 science:0"
 mixture=${domains// /+}
 ask="--task=$mixture --max_new_tokens=144"

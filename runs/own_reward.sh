@@ -41,3 +41,4 @@ task=("--task=$out/short.py" --max_new_tokens=48)
     --num_samples=4 --temperature=1 --seed="$seed" --output="$out/answers.jsonl"
 "$python" -m runs.smollm2 answers "$out/answers.jsonl"
 echo "What the model says: $("$python" -m doctor.page "$out" --change)"
+say_next

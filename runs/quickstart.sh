@@ -53,3 +53,4 @@ echo "What the models say: $("$python" -m doctor.page "$out")"
 echo; echo "A completion of the last model:"
 "$python" sample.py "$out/grpo" --prompt="Question: How many gram are there per 6 kg?
 " --temperature=0
+say_next

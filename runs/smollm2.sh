@@ -69,3 +69,4 @@ stage sampled evaluate sampled --num_samples=$samples --temperature=1
 echo "What the models say: $("$python" -m doctor.page "$out")"
 echo; echo "A completion of the last model:"
 "$python" sample.py "$out/grpo" --task="$task" --temperature=0 --prompt="How many gram are there per 6 kg?"
+say_next

@@ -4,12 +4,13 @@
 """
 import json
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from doctor import plot
 from runtime import config, guard, hardware
 
-COLORS = ("#c4c4c4", "#a9c2de", "#6b98c9", "#1f5a99")
+COLORS = ("#1f5a99", "#7fa8d1", "#b0b0b0")       # of the figures
 
 
 def figures_of(summary):
@@ -47,24 +48,32 @@ def summarise(folder):
     return {"stages": stages, "total_seconds": total, "device": device, "seconds": seconds}, intervals
 
 
-def draw(summary, intervals, path):
-    figure, axis = plot.one_panel("Right answers to unseen questions, %, with 95% intervals", 7, 3.6)
-    figures = figures_of(summary)
-    n = len(summary["stages"])
-    width = 0.84 / n
-    for i, (stage, bounds) in enumerate(zip(summary["stages"], intervals)):
-        heights = [100 * stage[key] for key in figures]
-        places = [k + width * i for k in range(len(figures))]
-        bars = axis.bar(places, heights, width - 0.02, color=COLORS[i - n], label=stage["name"])
-        text_color = "white" if i == n - 1 else "black"
-        axis.bar_label(bars, fmt="%.0f", label_type="center", fontsize=10, color=text_color)
-        below = [height - 100 * low for height, (low, _) in zip(heights, bounds)]
-        above = [100 * high - height for height, (_, high) in zip(heights, bounds)]
-        axis.errorbar(places[:2], heights[:2], [below, above], fmt="none", ecolor="black", linewidth=1,
-                      capsize=3)
-    axis.set_xticks([k + width * (n - 1) / 2 for k in range(len(figures))], figures.values())
-    axis.set_ylim(0, 105)
-    axis.legend(frameon=False, loc="upper left", ncols=n)
+def draw(summary, intervals, path, curve=(), level=()):
+    """Draw accuracy over wall time, a point at the end of each stage. curve: [(seconds since its start,
+    share)] of the last stage; level: (share, its name) of a horizontal line."""
+    title = "Right answers to unseen questions, %, with 95% intervals"
+    figure, axis = plot.one_panel(title, 7, 3.8)
+    ends = [seconds / 60 for seconds in accumulate(stage["seconds"] for stage in summary["stages"])]
+    for k, (key, name) in enumerate(figures_of(summary).items()):
+        heights = [100 * stage[key] for stage in summary["stages"]]
+        bounds = None                                    # pass@k has no interval
+        if k < 2:
+            bounds = [[height - 100 * of_stage[k][0] for height, of_stage in zip(heights, intervals)],
+                      [100 * of_stage[k][1] - height for height, of_stage in zip(heights, intervals)]]
+        axis.errorbar(ends, heights, bounds, fmt="o-", color=COLORS[k], capsize=3, label=name)
+    if curve:
+        minutes = [ends[-2] + seconds / 60 for seconds, _ in curve]
+        axis.plot(minutes, [100 * share for _, share in curve], color=COLORS[1], linewidth=0.8,
+                  label="samples to train on")
+    if level:
+        axis.axhline(100 * level[0], color="black", linestyle=":", linewidth=1, label=level[1])
+    for end, stage in zip(ends, summary["stages"]):
+        axis.annotate(stage["name"], (end, 2), ha="right", fontsize=9)
+        axis.axvline(end, color="#e0e0e0", linewidth=1, zorder=0)
+    axis.set_ylim(0, 100)
+    axis.set_xlim(0, None)
+    axis.set_xlabel("minutes of training and sampling")
+    axis.legend(frameon=False, fontsize=8, loc="center left")
     figure.savefig(path, dpi=140)
 
 

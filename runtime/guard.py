@@ -103,7 +103,8 @@ def exit_code(main, argv):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     finally:
-        lock.release_all()                   # also of a run that raised BadInput
+        for path in list(lock.held):
+            lock.release(path)               # also of a run that raised BadInput
 
 
 class StopSignal:

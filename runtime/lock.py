@@ -61,11 +61,6 @@ def release(path):
         file.close()
 
 
-def release_all():
-    for path in list(held):
-        release(path)
-
-
 def close_all():
     """Close a forked process's copies (a loader's), which would keep its parent's locks."""
     for file in held.values():

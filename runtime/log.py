@@ -1,4 +1,5 @@
-"""Logging: metrics.jsonl for programs, training.log and the terminal for people."""
+"""Logging: metrics.jsonl for programs (one object per line, for a step, an evaluation or the start of a run),
+training.log and the terminal for people."""
 import contextlib
 import dataclasses
 import json
@@ -8,9 +9,11 @@ from pathlib import Path
 
 from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
-from runtime.metrics import parse_line, read_lines
+from runtime.config import LARGEST, BadInput, parse_json
 from runtime.usage import load_package, visible
+
+OBJECTS = ("config", "settings", "facts", "finding")         # in metrics.jsonl
+SAMPLE = 200                                 # characters of a sampled text on a terminal
 
 
 def check_installed(tensorboard, wandb):
@@ -23,7 +26,7 @@ def check_installed(tensorboard, wandb):
         except ImportError as e:
             raise BadInput(f"--{package} can't be used, since {e}, or leave it out.") from None
 
-SAMPLE = 200                                 # characters of a sampled text on a terminal
+
 ROLLOUT = set("reward reward_std zero_variance groups completion_tokens completion_tokens_max truncated "
               "truncated_score most_common_share distinct replies errors timeouts questions epoch".split())
 
@@ -38,27 +41,17 @@ class Log:
         self.main = distributed.is_main()
         self.folder = Path(out_dir)
         self.cfg = cfg
-        self.writers = []
         self.board = None                    # TensorBoard writer
         self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
         self.doctor = doctor(read_lines(self.folder)) if doctor and self.main else None
         if cfg and cfg.tensorboard and self.main:
-            self.open_board(resumed_step)
-            self.writers.append(self.write_board)
+            from torch.utils.tensorboard import SummaryWriter
+            purge_step = None if resumed_step is None else resumed_step + 1      # earlier events are discarded
+            self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10, purge_step=purge_step)
         if cfg and cfg.wandb:
             distributed.on_main(lambda: self.open_wandb(dataclasses.asdict(cfg)))
-
-    def open_board(self, last_step=None):
-        """Open the TensorBoard writer; it discards earlier steps after last_step."""
-        from torch.utils.tensorboard import SummaryWriter
-        purge_step = None if last_step is None else last_step + 1
-        self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10, purge_step=purge_step)
-
-    def write_board(self, step, numbers):
-        for name, value in numbers.items():
-            self.board.add_scalar(name, value, step)
 
     def samples(self, step, texts):
         """Print sampled texts, and send them to TensorBoard and Weights & Biases if enabled."""
@@ -87,16 +80,12 @@ class Log:
                            "or leave it out.") from None
         path.write_text(run.id)
         self.wandb_run = run
-        self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
         """Drop the metrics of steps that will be repeated, a last line cut short by a crash and, with a
         message, other unreadable lines: they must not prevent a resume."""
         if not self.main:
             return
-        if self.board:
-            self.board.close()
-            self.open_board(step)
         path = self.folder / "metrics.jsonl"
         try:
             lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -149,8 +138,10 @@ class Log:
                 numbers[name] = value
         if numbers:
             numbers = {grouped(name): value for name, value in numbers.items()}
-            for write in self.writers:
-                write(values["step"], numbers)
+            for name, value in numbers.items() if self.board else ():
+                self.board.add_scalar(name, value, values["step"])
+            if self.wandb_run:
+                self.wandb_run.log(numbers, step=values["step"])
         for finding in self.doctor.look(values) if self.doctor else ():
             self.write_line({"step": values["step"], "finding": finding.as_json()})
             self.say(f"! {finding}")
@@ -193,3 +184,42 @@ def for_json(value):
 def shown(value, form, unit=""):
     """Format a number, None as n/a."""
     return "n/a" if value is None else format(value, form) + unit
+
+
+# --- reading ---
+
+def read_lines(run):
+    """Return the readable lines of a run's metrics.jsonl, dictionaries with a step; [] without that file. A
+    crash may have truncated a line."""
+    path = Path(run) / "metrics.jsonl"
+    lines = []
+    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            lines.append(parse_line(line))
+    return lines
+
+
+def parse_line(line):
+    """Return the dictionary of a line; ValueError if no run writes such a line."""
+    values = parse_json(line, dict)
+    if type(values.get("step")) is not int:
+        raise ValueError("it has no step")
+    for name, value in values.items():
+        if name in OBJECTS and not isinstance(value, dict) or type(value) is int and abs(value) > LARGEST:
+            raise ValueError(f"its {name} has the wrong type or is too large")
+    return values
+
+
+def check_run(run):
+    """Raise BadInput if a folder has no metrics.jsonl."""
+    if not (Path(run) / "metrics.jsonl").is_file():
+        raise BadInput(f"{run} is not a run folder (it has no metrics.jsonl): give the out_dir of a run.")
+
+
+def read_run(run):
+    """Return the lines of a run as read_lines does; BadInput if no step is logged yet."""
+    check_run(run)
+    lines = read_lines(run)
+    if not any("loss" in line for line in lines):
+        raise BadInput(f"{run} has logged no step yet: wait for its first step.")
+    return lines

@@ -31,11 +31,6 @@ def is_out_of_memory(error):
     return any(phrase in str(error) for phrase in phrases)
 
 
-def weight_bytes(model):
-    """Return the bytes of this rank's weights."""
-    return sum(parallel.local(p).numel() * p.element_size() for p in model.parameters())
-
-
 def n_params(config):
     """Return the number of weights of GPT(config), from one block and one position of it."""
     model = on_meta(dataclasses.replace(config, n_layer=1, block_size=1))
@@ -224,7 +219,8 @@ def read_text(path):
 def advice(model, hardware, block_size, optimizer_bytes, lower="lower --n_layer, --n_embd or --block_size"):
     """Return the message for a micro-batch of one sequence that does not fit: memory needed, free memory, and
     options to change."""
-    needed = {"weights": weight_bytes(model)} | parts(model, hardware, 1, block_size, optimizer_bytes)
+    weights = sum(parallel.local(p).numel() * p.element_size() for p in model.parameters())
+    needed = {"weights": weights} | parts(model, hardware, 1, block_size, optimizer_bytes)
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needed.items())
     if not model.gradient_checkpointing and needed["activations"] > needed["gradients"] / 2:
         lower = f"use --gradient_checkpointing, or {lower}"

@@ -33,7 +33,7 @@ def local_rows(tensor):
     if not is_sharded(tensor):
         return slice(None)
     mesh = tensor.device_mesh                # its last dimension: the ranks that share rows
-    return rows_of(mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), len(tensor))
+    return rows_of(mesh.get_local_rank(mesh.ndim - 1), num_shards(tensor), len(tensor))
 
 
 def rows_of(rank, ranks, n):
@@ -99,7 +99,7 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    weights = dict(model.named_parameters())
+    weights = model.state_dict()
     model.to("meta")
     model.sum_locally = sum_locally
     # fp16's range is too narrow, and adapters are merged with weights that are not rounded yet
@@ -148,10 +148,10 @@ def mesh_of(device_type, parallel):
 
 def broadcast(weights, model, device):
     """Fill a sharded model with the first rank's weights, {name: tensor}, and empty that dictionary."""
-    for name, p in model.named_parameters():
+    for name, p in model.state_dict().items():
         values = torch.empty(p.shape, dtype=p.dtype, device=device)
         if distributed.is_main():
-            values.copy_(weights.pop(name).detach())
+            values.copy_(weights.pop(name))
         dist.broadcast(values, 0)
         fill(p, values, name)
 

@@ -89,24 +89,19 @@ def after_step(run, finite):
 
 
 def roll_back(run):
-    """Raise Retry from the newest checkpoint with half the learning rate and without fp16. Failure without a
-    checkpoint, or the second time."""
+    """Raise Retry from the newest checkpoint with half the learning rate and without fp16. Without a
+    checkpoint, or the second time, save the last batch and raise Failure."""
     out_dir = run.cfg.out_dir
     step = distributed.on_main(lambda: checkpoint.newest_intact(out_dir, run.log.say))
     if step is None or not checkpoint.has_state(out_dir, step) or run.nonfinite.rolled_back:
-        give_up(run)
+        path = os.path.join(out_dir, f"bad_batch_step_{run.step + 1}_rank_{distributed.rank()}.pt")
+        torch.save(run.batch, path)
+        raise Failure(f"Training diverged (non-finite logits, or {run.nonfinite.patience} steps in a row with "
+                      "non-finite gradients) and there is no checkpoint left to roll back to: lower "
+                      f"--learning_rate; the last batch is in {path}.", alone=False)
     dtype = run.hardware.dtype
     if dtype == "fp16":
         bf16 = run.hardware.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
         dtype = "bf16" if bf16 else "fp32"
     retry(run, f"Rolling back to the checkpoint of step {step}, once, with half the learning rate and "
                f"{dtype}.", lr_factor=run.state.lr_factor / 2, dtype=dtype)
-
-
-def give_up(run):
-    """Save the last batch and raise Failure."""
-    path = os.path.join(run.cfg.out_dir, f"bad_batch_step_{run.step + 1}_rank_{distributed.rank()}.pt")
-    torch.save(run.batch, path)
-    raise Failure(f"Training diverged (non-finite logits, or {run.nonfinite.patience} steps in a row with "
-                  "non-finite gradients) and there is no checkpoint left to roll back to: lower "
-                  f"--learning_rate; the last batch is in {path}.", alone=False)

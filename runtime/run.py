@@ -18,8 +18,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from runtime import checkpoint, distributed, lock, memory, optim, parallel, recovery, vitals
-from runtime.config import BadInput
+import torch
+
+from layers.lora import fingerprint
+from runtime import checkpoint, distributed, lock, memory, optim, parallel, recovery
+from runtime.config import NOT_INHERITED, BadInput
 from runtime.guard import Failure, Retry, StopSignal
 from runtime.log import Log
 from runtime.options import check_min_lr, lora
@@ -130,7 +133,7 @@ class Run(RunState):
         """Copy the counters, so that a failed step can be repeated."""
         self.counters_before = self.counters()
         logged = (self.step + 1) % self.cfg.log_interval == 0 or self.step + 1 in (1, self.num_steps)
-        self.fingerprint = vitals.fingerprint(self.model) if logged else None
+        self.fingerprint = fingerprint(self.model) if logged else None
         self.val_loss = None
         self.new_best = False
         self.clock = time.perf_counter()
@@ -198,12 +201,13 @@ class Run(RunState):
         self.new_best = loss < min(before.values(), default=math.inf)
         self.state.stale = 0 if self.new_best else self.state.stale + 1
 
-    def moved(self):
+    def moved(self, after, dtype=torch.float32):
         """Return the relative change of the last block's weights in this step, which must be a logged one;
-        None if they are frozen."""
+        None if they are frozen. after: their fingerprint now, in dtype."""
         if not any(p.requires_grad for p in self.model.blocks[-1].parameters()):
             return None
-        return vitals.moved(self.fingerprint, vitals.fingerprint(self.model))
+        before = self.fingerprint.to(dtype).float()
+        return ((after - before).norm() / before.norm().clamp(min=1e-30)).item()
 
     def due(self, interval):
         """Tell whether this step is a multiple of the interval, or the last; never with 0."""
@@ -268,10 +272,15 @@ def start(cfg, hardware, model, progress, step=None, stage_state=None, epoch_ste
 def changed_data(cfg, step):
     """Return the BadInput for a resume on other data than those of the checkpoint of `step`."""
     before = checkpoint.read_meta(cfg.out_dir, step).get("config", {})
-    flags = [f"--{name}={getattr(cfg, name)}" for name in DATA_OPTIONS
-             if name in before and before[name] != getattr(cfg, name)]
+    differing = [name for name in before if name in vars(cfg) and before[name] != getattr(cfg, name)]
+    flags = [f"--{name}={getattr(cfg, name)}" for name in differing if name in DATA_OPTIONS]
+    # An option that is new to the code may select data too.
+    others = [f"--{name}={getattr(cfg, name)}" for name in differing
+              if name not in (*NOT_INHERITED, *LR_AND_LENGTH_OPTIONS)]
     changed = cfg.dataset or "The list of questions"
-    problem = f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to resume"
+    or_option = f" (or {' or '.join(others)} selects other data: leave it out)" if others else ""
+    problem = (f"{changed} has changed since the run in {cfg.out_dir} was stopped{or_option}: restore it to "
+               "resume")
     if flags:
         problem = f"{' with '.join(flags)} changes the data of the run in {cfg.out_dir}: leave it out"
     return BadInput(f"{problem}, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")

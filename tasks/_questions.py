@@ -1,6 +1,7 @@
 """Draw questions or read them from files, and split them into train, valid and test."""
 import functools
 import hashlib
+import json
 import math
 import random
 
@@ -100,6 +101,41 @@ def make_splits(train, valid=None, test=None):
         splits[split] = [q for key, q in kept.items() if key not in seen]
         seen |= kept.keys()
     return splits
+
+
+def rows(path, columns):
+    """Yield the rows of a .json list, a .jsonl or a .parquet file; of the latter only these columns.
+    ValueError if it can't be read."""
+    try:
+        if path.suffix.lower() == ".parquet":
+            with load_package("pyarrow.parquet").ParquetFile(path) as file:
+                for batch in file.iter_batches(64, columns=columns):       # GURU's rows may take megabytes
+                    yield from batch.to_pylist()
+        elif path.suffix.lower() == ".json":
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
+            yield from content if isinstance(content, list) else ()
+        else:
+            with open(path, encoding="utf-8-sig") as file:
+                yield from (json.loads(line) for line in file if line.strip())
+    except ImportError as e:
+        raise ValueError(f"{path} can't be read, since {e}.") from None
+    except (OSError, ValueError, RecursionError, NotImplementedError) as e:              # also pyarrow's
+        reason = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+        raise ValueError(f"{path} can't be read ({reason}): correct it, or give another file.") from None
+
+
+def read(path, question_of, form, columns=None):
+    """Return question_of(row) of each row of a file; see rows. form: of a row, in words, for the ValueError
+    if question_of fails, or if there is no row."""
+    found = []
+    for number, row in enumerate(rows(path, columns), 1):
+        try:
+            found.append(question_of(row))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{path}, row {number}, is not {form}: correct it.") from None
+    if not found:
+        raise ValueError(f"{path} has no questions: give rows {form}.")
+    return found
 
 
 def download(local, name, *args, **kwargs):

@@ -18,8 +18,7 @@ PHRASINGS = ("What does this program print?\n{}", "{}\nWhat is printed?")
 def draw(rng, level=1):
     """Return (key, question). The key ignores the phrasing."""
     kind = rng.choice(list(KINDS) if level else TINY)
-    given = KINDS[kind][0](rng, level)
-    program = KINDS[kind][1](*given)
+    given, program = KINDS[kind][0](rng, level)
     question = {"question": rng.choice(PHRASINGS).format(program), "kind": kind, "given": given}
     return program, question | {"answer": str(worked(question, Steps()))}
 
@@ -27,11 +26,11 @@ def draw(rng, level=1):
 def worked(question, steps, first=0):
     """Write the steps and return the output. first: index of a list's first value."""
     more = [first] if question["kind"] == "list" else []
-    return KINDS[question["kind"]][2](steps, *question["given"], *more)
+    return KINDS[question["kind"]][1](steps, *question["given"], *more)
 
 
-# For each kind, draw_KIND(rng, level) returns the arguments of KIND_program and of KIND_worked, which writes
-# the steps.
+# For each kind, draw_KIND(rng, level) returns (arguments of the steps, program), and KIND_worked writes the
+# steps.
 
 def draw_lines(rng, level):
     """Draw assignments [target, source, sign, number] to two names, the first with an initial value."""
@@ -50,12 +49,8 @@ def draw_lines(rng, level):
         before = values[source]
         values[target] = {"+": before + number, "-": before - number, "*": before * number}[sign]
         lines.append([target, source, sign, number])
-    return [x, start, lines]
-
-
-def lines_program(x, start, lines):
     body = "\n".join(f"{target} = {source} {sign} {number}" for target, source, sign, number in lines)
-    return f"{x} = {start}\n{body}\nprint({lines[-1][0]})"
+    return [x, start, lines], f"{x} = {start}\n{body}\nprint({lines[-1][0]})"
 
 
 def lines_worked(steps, x, start, lines):
@@ -69,11 +64,10 @@ def lines_worked(steps, x, start, lines):
 def draw_loop(rng, level):
     """Draw a start, a number of iterations, and an addend, or None for the loop variable."""
     times = rng.randint(2, 2 + 2 * level)
-    return [rng.randint(1, 29 * level), times, rng.choice((None, rng.randint(2, 15 * level)))]
-
-
-def loop_program(start, times, number):
-    return f"s = {start}\nfor i in range({times}):\n    s = s + {'i' if number is None else number}\nprint(s)"
+    start = rng.randint(1, 29 * level)
+    number = rng.choice((None, rng.randint(2, 15 * level)))
+    added = "i" if number is None else number
+    return [start, times, number], f"s = {start}\nfor i in range({times}):\n    s = s + {added}\nprint(s)"
 
 
 def loop_worked(steps, start, times, number):
@@ -87,11 +81,10 @@ def draw_branch(rng, level):
     most = 49 * level or 19
     x = rng.randint(2, most)
     sign = rng.choice("<>")
-    return [x, sign, rng.randint(2, most), *rng.sample(range(2, 20 * level or 10), 2)]
-
-
-def branch_program(x, sign, bound, more, less):
-    return f"x = {x}\nif x {sign} {bound}:\n    x = x + {more}\nelse:\n    x = x - {less}\nprint(x)"
+    bound = rng.randint(2, most)
+    more, less = rng.sample(range(2, 20 * level or 10), 2)
+    program = f"x = {x}\nif x {sign} {bound}:\n    x = x + {more}\nelse:\n    x = x - {less}\nprint(x)"
+    return [x, sign, bound, more, less], program
 
 
 def branch_worked(steps, x, sign, bound, more, less):
@@ -107,11 +100,8 @@ def draw_list(rng, level):
         i, j = rng.sample(range(1, len(values)), 2)
         if abs(values[i] - values[i - 1]) != abs(values[j] - values[j - 1]):
             break
-    return [values, i, "+" if values[i] < values[j] else rng.choice("+-"), j]
-
-
-def list_program(values, i, sign, j):
-    return f"a = {values}\nprint(a[{i}] {sign} a[{j}])"
+    sign = "+" if values[i] < values[j] else rng.choice("+-")
+    return [values, i, sign, j], f"a = {values}\nprint(a[{i}] {sign} a[{j}])"
 
 
 def list_worked(steps, values, i, sign, j, first):
@@ -125,11 +115,10 @@ def list_worked(steps, values, i, sign, j, first):
 def draw_word(rng, level):
     """Draw a word, an index of a letter, and its number of repetitions, or 0: appended to the word."""
     word = rng.choice(WORDS) + (rng.choice(WORDS) if level > 1 else "")
-    return [word, rng.randint(1, len(word) - 1), rng.choice((0, 2, 3, 4))]
-
-
-def word_program(word, index, times):
-    return f'w = "{word}"\nprint({f"w[{index}] * {times}" if times else f"w + w[{index}]"})'
+    index = rng.randint(1, len(word) - 1)
+    times = rng.choice((0, 2, 3, 4))
+    printed = f"w[{index}] * {times}" if times else f"w + w[{index}]"
+    return [word, index, times], f'w = "{word}"\nprint({printed})'
 
 
 def word_worked(steps, word, index, times):
@@ -138,9 +127,9 @@ def word_worked(steps, word, index, times):
     return letter * steps.choose(times, [n for n in (2, 3, 4) if n != times]) if times else word + letter
 
 
-KINDS = {"lines": (draw_lines, lines_program, lines_worked), "loop": (draw_loop, loop_program, loop_worked),
-         "branch": (draw_branch, branch_program, branch_worked),
-         "list": (draw_list, list_program, list_worked), "word": (draw_word, word_program, word_worked)}
+KINDS = {"lines": (draw_lines, lines_worked), "loop": (draw_loop, loop_worked),
+         "branch": (draw_branch, branch_worked), "list": (draw_list, list_worked),
+         "word": (draw_word, word_worked)}
 
 
 # --- the task ---

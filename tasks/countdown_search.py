@@ -126,22 +126,17 @@ def reachable_values(numbers):
 
 # --- the teachers ---
 
-def by_sum(state, target):
-    """Return the distance of the remaining numbers' sum from the target (the paper's first heuristic)."""
-    return abs(sum(state) - target)
-
-
-def by_factors(state, target):
-    """Return the numbers' total distance to the target's factors (the paper's second heuristic)."""
-    return sum(min(abs(number - factor) for factor in factors_of(target)) for number in state)
-
-
 @lru_cache(maxsize=None)
 def factors_of(target):
     return [n for n in range(1, target + 1) if target % n == 0]
 
 
-HEURISTICS = {"sum": by_sum, "factors": by_factors}
+# the paper's {name: distance of a state from the target}, by the sum or each number's nearest factor
+HEURISTICS = {
+    "sum": lambda state, target: abs(sum(state) - target),
+    "factors": lambda state, target: sum(min(abs(number - factor) for factor in factors_of(target))
+                                         for number in state),
+}
 ORDERS = [("breadth", 1), ("breadth", 2), ("breadth", 3), ("depth", 3), ("depth", None)]
 # (order, heuristic, number of best successors to follow, None: all)
 TEACHERS = [(order, name, width) for name in HEURISTICS for order, width in ORDERS]
@@ -250,12 +245,6 @@ def name_of(teacher):
 # --- questions ---
 
 @lru_cache(maxsize=None)
-def split_of_numbers(numbers):
-    """Return the split of a sorted tuple of numbers by a hash."""
-    return _questions.split_of(f"numbers {numbers}")
-
-
-@lru_cache(maxsize=None)
 def targets_of(split):
     """Return the targets of a split. In hash order, every fifth is for test, since difficulty varies between
     targets, and every tenth for valid (there are too few for a hash of each target to give these shares). The
@@ -270,7 +259,7 @@ def draw(rng, split, largest, count):
     """Return a question of a split: uniform numbers, then a uniform reachable target."""
     for _ in range(MOST_DRAWS):
         numbers = [rng.randint(1, largest) for _ in range(count)]
-        if split_of_numbers(tuple(sorted(numbers))) != split:
+        if _questions.split_of(f"numbers {(*sorted(numbers),)}") != split:
             continue
         targets = sorted(reachable_values(numbers) & targets_of(split))
         if targets:

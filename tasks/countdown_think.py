@@ -8,11 +8,9 @@ The wording is ours, the tags are TinyZero's.
 
 The answer is graded as in countdown.py: parsed, each number used once, exact value. Unlike TinyZero, which
 pays a tenth for it, the format alone earns nothing."""
-import json
 from functools import lru_cache
 from pathlib import Path
 
-from runtime.usage import load_package
 from tasks import _numbers, _questions, countdown
 
 PROMPT = "{}\n"
@@ -31,44 +29,26 @@ def check(argument):
                          'rows {"target", "nums"}.')
 
 
-def rows(path):
-    """Yield the rows of a file. ValueError if it can't be read."""
-    try:
-        if path.suffix.lower() == ".parquet":
-            parquet = load_package("pyarrow.parquet")
-            yield from parquet.read_table(path, columns=["target", "nums"]).to_pylist()
-        else:
-            with open(path, encoding="utf-8-sig") as file:
-                yield from (json.loads(line) for line in file if line.strip())
-    except ImportError as e:
-        raise ValueError(f"{path} can't be read, since {e}.") from None
-    except (OSError, ValueError) as e:       # including pyarrow's
-        reason = str(e).splitlines()[0][:120]
-        raise ValueError(f"{path} can't be read ({reason}): make it a readable .jsonl or .parquet.") from None
-
-
-def row(raw, number):
-    """Return a question; ValueError unless it has a target and two numbers or more."""
-    try:
-        target = raw["target"]
-        numbers = sorted(raw["nums"])
-        whole = all(type(n) is int and n >= 0 for n in (target, *numbers))
-    except (TypeError, KeyError):
-        whole = False
-    if not whole or not 2 <= len(numbers) <= 6:
-        raise ValueError(f'Row {number} is not {{"target": 98, "nums": [44, 19, 35]}}: correct it.')
-    question = ASKED.format(numbers=raw["nums"], target=target)
-    return {"question": question, "answer": str(target), "numbers": raw["nums"]}
+def row(raw):
+    """Return the question of a row. Fails unless it has a target and two to six numbers."""
+    target = raw["target"]
+    numbers = raw["nums"]
+    if not all(type(n) is int and n >= 0 for n in (target, *numbers)) or not 2 <= len(numbers) <= 6:
+        raise ValueError
+    question = ASKED.format(numbers=numbers, target=target)
+    return {"question": question, "answer": str(target), "numbers": numbers}
 
 
 @lru_cache(maxsize=2)
 def everything(argument):
     """Return {split: questions}, split by a hash of the target and the sorted numbers."""
     found = {}
-    raw_rows = (_questions.download("countdown_think:FILE", HUB, split="train") if argument is None
-                else rows(Path(argument)))
-    for number, raw in enumerate(raw_rows, 1):
-        question = row(raw, number)
+    if argument is None:
+        asked = map(row, _questions.download("countdown_think:FILE", HUB, split="train"))
+    else:
+        form = '{"target": 98, "nums": [44, 19, 35]}'
+        asked = _questions.read(Path(argument), row, form, ["target", "nums"])
+    for question in asked:
         found.setdefault(f"{sorted(question['numbers'])} {question['answer']}", question)
     splits = {"train": [], "valid": [], "test": []}
     for asked, question in found.items():

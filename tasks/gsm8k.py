@@ -3,13 +3,14 @@ argument is a .jsonl file with rows {"question", "answer"}, or a folder with tra
 test.jsonl; without an argument the library `datasets` downloads it.
 
 A tenth of the training questions is for valid, and another for test without a test file."""
-import json
 from pathlib import Path
 
 from tasks import _answers, _equations, _numbers, _questions
 
 INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give "
                "the number alone within <answer></answer>.")
+
+FORM = '{"question": text, "answer": "worked text #### number"}'
 
 
 def check(argument):
@@ -19,27 +20,8 @@ def check(argument):
                                 ".jsonl file or a folder with train.jsonl, and perhaps test.jsonl.")
 
 
-def rows(path):
-    """Return the questions in a .jsonl file."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} can't be read ({e}): make it a readable .jsonl file.") from None
-    found = []
-    for i, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(row(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                form = '{"question": text, "answer": "worked text #### number"}'
-                raise ValueError(f"{path}, line {i}, is not {form}: correct it.") from None
-    if not found:
-        raise ValueError(f"{path} is empty: give a .jsonl file with questions.")
-    return found
-
-
 def row(raw):
-    """Return a question; ValueError unless its answer ends with a number."""
+    """Return the question of a row of GSM8K. Fails unless its answer ends with a number."""
     worked, _, answer = raw["answer"].rpartition("####")
     number = _numbers.written(answer)
     if not raw["question"].strip() or number is None:
@@ -53,9 +35,8 @@ def questions(split, seed=0, n=None, argument=None):
         found = {split: [row(r) for r in raw[split]] for split in ("train", "test")}
     else:
         path = Path(argument)
-        found = {"train": rows(path if path.is_file() else path / "train.jsonl")}
-        if (path / "test.jsonl").is_file():
-            found["test"] = rows(path / "test.jsonl")
+        files = {"train": path if path.is_file() else path / "train.jsonl", "test": path / "test.jsonl"}
+        found = {split: _questions.read(file, row, FORM) for split, file in files.items() if file.is_file()}
     return _questions.sample(_questions.make_splits(**found)[split], seed, n)
 
 

@@ -12,11 +12,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from runtime.usage import load_package
 from tasks import _numbers, _questions
 
 INSTRUCTION = "Think step by step. Then give the answer alone within <answer></answer>."
 ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
+FORM = "one of GURU's, with data_source, prompt [{role, content}] and reward_model.ground_truth"
 BOXED = re.compile(r"\\boxed\s?\{")
 EXECUTED = ("codegen", "livecodebench", "humaneval", "mbpp", "leetcode", "taco", "primeintellect", "ifeval")
 FOLDERS = {"train": "train", "test": "test", "eval": "test", "offline_eval": "test", "online_eval": "valid",
@@ -41,48 +41,19 @@ def files(path):
     return found
 
 
-def rows(path):
-    """Return (questions of a file, Counter of skipped sources)."""
-    try:
-        pyarrow = load_package("pyarrow")
-        load_package("pyarrow.parquet")
-    except ImportError as e:
-        raise ValueError(f"{path} can't be read, since {e}.") from None
-    kept = []
-    left_out = Counter()
-    wanted = ["data_source", "prompt", "reward_model"]
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            missing = [name for name in wanted if name not in file.schema_arrow.names]
-            if missing:
-                raise ValueError(f"{path} has no column {missing[0]}: give a file of GURU's, with "
-                                 f"{', '.join(wanted)}.")
-            # in batches, because program tests take gigabytes in some files
-            for batch in file.iter_batches(64, columns=wanted):
-                for i, raw in enumerate(batch.to_pylist()):
-                    if str(raw["data_source"]).lower().startswith(EXECUTED):
-                        left_out[raw["data_source"]] += 1
-                    else:
-                        kept.append(row(raw, path, i))
-    except (OSError, pyarrow.ArrowException) as e:
-        reason = str(e).splitlines()[0][:120]
-        raise ValueError(f"{path} can't be read ({reason}): make it a readable parquet file.") from None
-    return kept, left_out
-
-
-def row(raw, path, i):
-    """Return a question; ValueError without a prompt or an answer."""
-    try:
-        model = raw["reward_model"]
-        right = (json.loads(model) if isinstance(model, str) else model)["ground_truth"]
-        asked = "\n".join(turn["content"].strip() for turn in raw["prompt"] if turn["role"] != "system")
-    except (TypeError, KeyError, AttributeError, ValueError):
-        asked = right = None
+def row(raw):
+    """Return the question of a row; without an answer if that must be executed. Fails without a prompt or an
+    answer."""
+    source = str(raw["data_source"])
+    if source.lower().startswith(EXECUTED):
+        return {"source": source}
+    model = raw["reward_model"]
+    right = (json.loads(model) if isinstance(model, str) else model)["ground_truth"]
     right = right if isinstance(right, str) or right is None else json.dumps(right, ensure_ascii=False)
+    asked = "\n".join(turn["content"].strip() for turn in raw["prompt"] if turn["role"] != "system")
     if not asked or not (right or "").strip():
-        raise ValueError(f"{path} has a question of {raw['data_source']} without a prompt "
-                         f"[{{role, content}}] or without reward_model.ground_truth: give a file of GURU's.")
-    return {"question": asked, "answer": right.strip(), "source": str(raw["data_source"])}
+        raise ValueError
+    return {"question": asked, "answer": right.strip(), "source": source}
 
 
 @functools.cache
@@ -91,9 +62,9 @@ def everything(path):
     found = {}
     left_out = Counter()
     for file, split in files(Path(path)).items():
-        kept, skipped = rows(file)
-        found.setdefault(split, []).extend(kept)
-        left_out += skipped
+        rows = _questions.read(file, row, FORM, ["data_source", "prompt", "reward_model"])
+        found.setdefault(split, []).extend(question for question in rows if "answer" in question)
+        left_out.update(question["source"] for question in rows if "answer" not in question)
     if left_out:
         sources = ", ".join(f"{n} of {source}" for source, n in sorted(left_out.items()))
         print(f"{left_out.total()} questions of {path} are left out, because their programs would have to be "

@@ -45,39 +45,23 @@ SETTINGS = {"manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms"
             "rotate_matrix": {"max_n": 5, "max_rotations": 4}, "rotten_oranges": {"min_n": 4, "max_n": 7},
             "spiral_matrix": {"max_n": 5}, "string_manipulation": {"max_num_rules": 4}}
 # {generator: finding of the audit}
-EXCLUDED = {
-    "acre": "constructing it makes all of its items at once and takes over a minute",
-    "advanced_geometry": "'4.051, -5.487)' is paid where '(4.051, -5.487)' is right",
-    "coin_flip": "500 items have only 214 different questions",
-    "complex_arithmetic": "'nan' is paid where '-15.0 + 3.0i' is right",
-    "composite": "it is a mixture of the others: use a group",
-    "futoshiki": "an item takes 164 ms to make",
-    "game_of_life": "its scorer raises KeyError on '{}'",
-    "game_of_life_halting": "'0' is paid where 'False' is right",
-    "jugs": "'[\"fill C\", \"pour C->A\", \"fil...\", \"pour A->C\", \"pour C->B\"]' is paid where '[\"fill B\", \"pour B->A\", \"fil...->A\", \"fill B\", \"pour B->A\"]' is right",
-    "kakurasu": "'1 0 1 0\\n0 0 0 1\\n1 0 0 0\\n0 1 0 0x' is paid where '1 0 1 0\\n0 0 0 1\\n1 0 0 0\\n0 1 0 0' is right",
-    "knight_swap": "an item takes 2548 ms to make",
-    "letter_jumble": "'work or any files containing...er work associated with with' is paid where 'work or any files containing...y other work associated with' is right",
-    "palindrome_generation": "'onadffdano' is paid where 'fdanoonadf' is right",
-    "palindrome_partitioning": "its answers are too long, over 6000 characters",
-    "polynomial_equations": "'-3.625, 0.0 -3.625, 0.0' is paid where '-3.625, 0.0' is right",
-    "pool_matrix": "'4.5 4.5\\n4.75 5.01' is paid where '4.5 4.5\\n4.75 5.0' is right",
-    "quantum_lock": "an item takes 202 ms to make",
-    "shortest_path": "'left down' is paid where 'down left' is right",
-    "sokoban": "an item takes 2377 ms to make",
-    "survo": "'The answer is 2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is paid where '2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is right",
-    "tower_of_hanoi": "its answers are too long, over 4000 characters",
-    "word_ladder": "it makes no more than a few items of one seed",
-    "zebra_puzzles": "an item takes 124 ms to make",
-}
-EXCLUDED |= {name: finding for finding, names in {
+EXCLUDED = {name: finding for finding, names in {
     "its scorer calls eval, which executes what was said as code": "binary_matrix n_queens string_insertion",
     "its scorer calls parse_expr, which executes what was said as code":
         "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration",
+    "its scorer pays a wrong answer in full, such as `left down` for `down left`":
+        "advanced_geometry complex_arithmetic game_of_life_halting jugs kakurasu letter_jumble "
+        "palindrome_generation polynomial_equations pool_matrix shortest_path survo",
+    "its scorer raises KeyError on `{}`": "game_of_life",
     "it has no right answer of its own": "boxnet graph_color propositional_logic rubiks_cube rush_hour",
     "an item is not a function of its index: in another process it is another":
         "codeio isomorphic_strings list_functions ransom_note",
-    "500 items have only 195 different questions": "string_splitting string_synthesis",
+    "an item takes 0.12 to 2.5 s to make": "futoshiki knight_swap quantum_lock sokoban zebra_puzzles",
+    "constructing it makes all of its items at once and takes over a minute": "acre",
+    "500 items have only about 200 different questions": "coin_flip string_splitting string_synthesis",
+    "it makes no more than a few items of one seed": "word_ladder",
+    "its answers are too long, over 4,000 characters": "palindrome_partitioning tower_of_hanoi",
+    "it is a mixture of the others: use a group": "composite",
 }.items() for name in names.split()}
 
 

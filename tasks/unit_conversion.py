@@ -9,7 +9,6 @@ valid.json is the test split, and a tenth of the training questions is for valid
 Like text from the web, three in ten documents have a wrong step: a random slip, or, for some conversions,
 always the same common mistake, which then outnumbers the truth. A model pretrained on them knows the format
 and is often wrong, a starting point for rejection sampling and reinforcement learning."""
-import json
 import math
 import random
 import re
@@ -89,6 +88,7 @@ IS = re.compile(rf"(\d\s?{UNIT})\s{{1,3}}(?:is|are|equals?|makes?|[-=]{{1,9}}>|[
 COUNTS = dict.fromkeys(("a", "an", "each", "every"), 1) | {"hundred": 100, "thousand": 1000}
 COUNTS |= dict(zip("one two three four five six seven eight nine ten".split(), range(1, 11)))
 COUNTED = re.compile(rf"\b({'|'.join(COUNTS)})\s{{1,3}}({UNIT})", re.IGNORECASE)
+FORM = "[question, answer] with a number for an answer"       # of a file's rows
 WRONG = 0.2                          # share of documents with a wrong step
 MOSTLY_WRONG = 0.7                   # share for the conversions with a common mistake, one in five
 
@@ -130,11 +130,6 @@ def size_of(unit):
 
 
 @lru_cache(maxsize=None)
-def ratio_of(frm, to):
-    return size_of(frm)[1] / size_of(to)[1]
-
-
-@lru_cache(maxsize=None)
 def steps_of(frm, to, level=3):
     """Return the steps of a conversion: [(fact with {} for its ratio, or "", operations [(sign, number)] of
     one equation)]; below level 3, [] without a short ratio."""
@@ -144,7 +139,7 @@ def steps_of(frm, to, level=3):
     if quantity == "speed":
         return [(f"1 {frm} = {{}} m per hour. ", [("*", size)]),
                 (f"1 {to} = {{}} m per hour. ", [("/", other)])]
-    ratio = ratio_of(frm, to)
+    ratio = size / other
     if short(ratio, level) or (level == 3 and not short(1 / ratio, level)):
         return [(f"1 {frm} = {{}} {to}. ", [("*", Fraction(decimal(ratio)))])]
     return [(f"1 {to} = {{}} {frm}. ", [("/", 1 / ratio)])] if level > 1 and short(1 / ratio, level) else []
@@ -177,7 +172,7 @@ def apply(value, operations):
 def exact(n, frm, to):
     """Return n `frm` in the unit `to`, exactly."""
     if size_of(frm)[0] != "temperature":
-        return n * ratio_of(frm, to)
+        return n * size_of(frm)[1] / size_of(to)[1]
     for _, operations in steps_of(frm, to):
         n = apply(n, operations)
     return n
@@ -359,39 +354,25 @@ def examples(n, argument=None):
 def from_files(path):
     """Return {split: questions} of a .json file or of a folder's files."""
     if path.is_file():
-        return _questions.make_splits(rows(path))
+        return _questions.make_splits(_questions.read(path, row, FORM))
     folder = path if (path / "train.json").is_file() or not (path / "data").is_dir() else path / "data"
     if not (folder / "train.json").is_file():
         raise ValueError(f"There is no {folder / 'train.json'}: unit_conversion:PATH is a .json file or a "
                          "folder with train.json.")
     files = {split: folder / f"{split}.json" for split in ("train", "valid", "test")}
-    found = {split: rows(file) for split, file in files.items() if file.is_file()}
+    found = {split: _questions.read(file, row, FORM) for split, file in files.items() if file.is_file()}
     if "test" not in found and "valid" in found:
         found["test"] = found.pop("valid")
     return _questions.make_splits(**found)
 
 
-def rows(path):
-    """Return the questions of a file [[question, answer], ...]."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as e:
-        reason = f"{type(e).__name__}: {e}"
-        raise ValueError(f"{path} can't be read ({reason}): give a JSON list [[question, answer]].") from None
-    if not isinstance(raw, list) or not raw:
-        raise ValueError(f"{path} has no questions: make it a JSON list of [question, answer].")
-    found = []
-    for i, row in enumerate(raw, 1):
-        try:
-            question, answer = row
-            number = None if isinstance(answer, bool) else _numbers.written(str(answer))
-            if not question.strip() or number is None:
-                raise ValueError
-        except (ValueError, TypeError, AttributeError):
-            raise ValueError(f"{path}, row {i}, is {json.dumps(row)[:80]}, and not [question, answer] with a "
-                             "number for an answer: correct it.") from None
-        found.append({"question": question.strip(), "answer": number})
-    return found
+def row(raw):
+    """Return the question of a row [question, answer]. Fails unless the answer is a number."""
+    question, answer = raw
+    number = None if isinstance(answer, bool) else _numbers.written(str(answer))
+    if not question.strip() or number is None:
+        raise ValueError
+    return {"question": question.strip(), "answer": number}
 
 
 def reward(question, completion):

@@ -1,8 +1,12 @@
 """Fixtures and helpers. Tests need no download, and no GPU except those marked gpu."""
+import contextlib
+import io
 import json
 import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ import forked
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+from runtime import guard
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4, "max_steps": 20,
         "eval_interval": 10, "save_interval": 10, "log_interval": 1, "warmup_steps": 2, "eval_tokens": 640}
@@ -77,6 +83,35 @@ def trained(out_dir, text, **options):
     done = run(out_dir, text, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+def in_process(main, argv, code=0):
+    """Run a script's main in this process, which saves importing torch. Return its output and its errors."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            guard.run(main, argv)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == code, out.getvalue()[-3000:] + err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid):
+    """Return whether a process runs; one that only waits for its parent to ask how it ended does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def weights(out_dir, step=20):

@@ -133,8 +133,10 @@ class Popen:
         return output
 
     def send_signal(self, number):
+        # The fork server reaps a process a moment before its exit code arrives here.
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)

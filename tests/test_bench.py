@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,22 @@ def test_overview(in_process, capsys):
     assert all("MFU" in figures["stages"][stage]["also"] for stage in ("train", "sft")) and "MBU" in figures["stages"]["generate"]["also"]
 
 
+@pytest.mark.parametrize("device, dtype, memory, row", [
+    ("cpu", "bf16", 8, "measured, bf16: yes"), ("cpu", "fp32", 8, "measured, bf16: no"), ("cuda", "bf16", 79, "computed, A100"),
+    ("cuda", "bf16", 23.6, "computed, 4090"), ("cuda", "fp16", 14.6, "computed, T4")])
+def test_the_rows_of_recipes_that_are_a_machine_s(device, dtype, memory, row):
+    hw = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, memory_size_gb=lambda: memory)
+    assert ceilings.recipe_rows(hw) == row
+    kind, _, name = row.partition(", ")
+    page = (ROOT / "docs/recipes.md").read_text()
+    assert (f"| {name[6:]} |" if kind == "measured" else f"| {name} |") in page
+
+
+def test_machine(capsys):
+    assert bench.main(["--stage=machine", "--device=cpu", "--dtype=fp32"]) == 0
+    assert capsys.readouterr().out.endswith("GB: measured, bf16: no\n")
+
+
 def test_train_passes_options_on(in_process, capsys, tmp_path):
     (tmp_path / "mine.py").write_text("n_layer = 1\nbatch_size = 3\nlearning_rate = 0.003\n")
     out, figures = said(capsys, "--stage=train", "--steps=2", "--repeats=2", "--dtype=fp32", str(tmp_path / "mine.py"), "--batch_size=4",
@@ -91,7 +108,7 @@ def test_train_passes_options_on(in_process, capsys, tmp_path):
     assert [len(run["seconds"]) for run in figures["repeats"]] == [2, 2] and figures["repeats"][0]["rate"] == rates[0]
     assert figures["mfu"] == pytest.approx(sum(rates) / 2 * figures["flops_per_token"] / 1e11)
     written = json.loads((tmp_path / "deep/figures.json").read_text())
-    assert written == figures and (tmp_path / "deep/figures.png").stat().st_size > 1000
+    assert written == figures
     assert figures["hardware"].endswith("thread" if torch.get_num_threads() == 1 else "threads") and figures["torch"] == torch.__version__
     assert figures["python"] == sys.version.split()[0] and figures["date"][:2] == "20" and "--batch_size=4" in figures["command"]
     known = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -104,12 +121,6 @@ def test_another_vocabulary(in_process, capsys, tmp_path):
     (tmp_path / "big.py").write_text("n_layer = 1\nn_embd = 8\nbatch_size = 1\nblock_size = 16\ntokenizer = 'gpt2'\ndataset = 'none'\n")
     _, figures = said(capsys, "--stage=train", "--steps=1", "--repeats=1", "--dtype=fp32", str(tmp_path / "big.py"))
     assert figures["settings"]["tokenizer"].endswith("tokenizer.json") and figures["flops_per_token"] > 6 * 8 * 50257
-
-
-def test_without_matplotlib(in_process, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    out, figures = said(capsys, *TRAIN, "--dtype=fp32")
-    assert "matplotlib can't be imported" in out and figures["chart"] is None
 
 
 @pytest.mark.parametrize("stage", ["train", "sft"])
@@ -131,7 +142,7 @@ def test_each_row_of_the_ladder_changes_one_thing(stage, in_process, capsys):
     assert all(row["step_s"] > 0 and row["peak_memory_gb"] > 0 and abs(row["off_fp32"]) < 0.05 for row in rows)
     assert all(len(row["repeats"]) == 1 + (stage == "train") for row in rows)
     assert rows[0]["gain"] is None and rows[0]["off_fp32"] == 0 and rows[-1]["in_all"] > 0 and "off fp32" in out
-    assert figures["rates"].keys() == {row["name"] for row in rows} and Path(figures["chart"]).exists()
+    assert figures["rates"].keys() == {row["name"] for row in rows}
 
 
 def test_ladder_of_grpo(in_process, capsys):
@@ -386,12 +397,12 @@ def test_bad_input(argv, sentence):
 
 
 def test_only_files_of_an_earlier_record_are_replaced(tmp_path):
-    for name in ("f.json", "f.png", "f.trace.json"):
+    for name in ("f.json", "f.trace.json"):
         (tmp_path / name).write_text("precious")
     with pytest.raises(BadInput, match="f.json exists"):
         bench.main(["--stage=rewards", "--output=f.json"])
     assert (tmp_path / "f.json").read_text() == "precious"
-    record = {"command": "python bench.py --output=f.json", "chart": "f.png"}
+    record = {"command": "python bench.py --output=f.json"}
     (tmp_path / "f.json").write_text(json.dumps(record))
     with pytest.raises(BadInput, match="f.trace.json exists"):
         bench.check_output(tmp_path / "f.json")

@@ -1,9 +1,9 @@
 """Chat templates of others: ids are those of transformers, texts stay texts, and a bad template is a sentence."""
 import json
+import resource
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from conftest import ROOT
 from runtime.config import BadInput
 from test_tokenizer import END, LEARNT, QWEN25, QWEN3, SMOL, STOP, write
-from text import chat, examples
+from text import chat, examples, render
 from text.tokenizer import Tokenizer
 
 # After the models' published templates, without tools
@@ -88,7 +88,7 @@ def test_ids_are_those_of_transformers(tmp_path, family):
         assert "system" not in tokenizer.decode(tokenizer.prompt_ids("ab", "")) and tokenizer.prompt_ids("ab", "")[-3:] == tokenizer.prompt_ids("ab")[-3:]
     told = [SYSTEM, USER, REPLY, AGAIN]
     if family == "gemma":
-        with pytest.raises(BadInput, match="System role not supported"):
+        with pytest.raises(BadInput, match="The system message .*System role not supported.*: write its text into the question"):
             tokenizer.prompt_ids("a", SYSTEM["content"])
     else:
         assert tokenizer.prompt_ids(AGAIN["content"], SYSTEM["content"], [(USER["content"], REPLY["content"])]) == expected(told)
@@ -158,41 +158,64 @@ def test_a_role_is_whatever_the_template_renders(tmp_path):
 
 
 HOSTILE = {
-    "{{ 'a'|center(500000000) }}": "center is refused", "{{ 'a'.ljust(500000000) }}": "SecurityError", "{{ '%999999999d'|format(1) }}": "format is refused",
+    "{{ 'a'|center(500000000) }}": "MemoryError", "{{ 'a'.ljust(500000000) }}": "MemoryError", "{{ '%999999999d'|format(1) }}": "MemoryError",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "TimeoutError: it takes longer than 0.4 seconds",
-    "{% for a in range(10**9) %}{% endfor %}": "products are refused", "{% for a in range(100000000) %}{% endfor %}": "OverflowError: Range too big",
+    "{% for a in range(10**9) %}{% endfor %}": "OverflowError: Range too big", "{% for a in range(100000000) %}{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError", "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}": "TimeoutError",
-    "{% for a in range(99999) %}0123456789{% endfor %}": "writes 999,990 characters", "{{ 'a' * 10000000000 }}": "products are refused",
+    "{% for a in range(99999) %}0123456789{% endfor %}": "writes 999,990 characters", "{{ 'a' * 10000000000 }}": "MemoryError", "{{ '%999999999d' % 1 }}": "MemoryError",
+    "{% set x = namespace(t=[]) %}{% for a in range(99) %}{% set x.t = [x.t, x.t] %}{% endfor %}{{ x.t|tojson }}": "TimeoutError",
+    "{% set x = namespace(t=(1,)) %}{% for a in range(99) %}{% set x.t = (x.t, x.t) %}{% endfor %}{% set y = {x.t: 1} %}": "TimeoutError",
+    "{% for a in range(999) %}{{ 3**(10**7) }}{% endfor %}": "TimeoutError",
     "{% set x = namespace(t='a') %}{% for a in range(99) %}{% set x.t = x.t ~ x.t %}{% endfor %}": "MemoryError|TimeoutError", "a" * 10**6: "more than 131,072 characters",
     "{{ ''.__class__.__mro__ }}": "SecurityError", "{{ messages.append(1) }}": "SecurityError", "{% include 'a' %}": "no loader", "{% if %}": "TemplateSyntaxError",
     "(" * 10**5: "omits or changes", "{{" + "(" * 10**5: "RecursionError|TemplateSyntaxError", "{{ messages[0].content }}": "begins an answer otherwise",
     "{{ 1 / 0 }}": "ZeroDivisionError", "{{ tools.first.name }}": "UndefinedError", "{% for m in messages %}{{ m.content.text }}{% endfor %}": "omits or changes"}
 
 
+def processor_time():
+    """Return seconds of this process and of those that it waited for."""
+    return sum(sum(resource.getrusage(of)[:2]) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
 @pytest.mark.parametrize("template", HOSTILE)
 def test_a_hostile_template_is_a_sentence_within_a_second(tmp_path, template):
     write(tmp_path, "smol", template)
-    before = time.thread_time()
+    render.end()
+    before = processor_time()
     tokenizer = Tokenizer(tmp_path)          # which a text does not need it for
     with pytest.raises(BadInput, match=HOSTILE[template]) as e:
         tokenizer.prompt_ids("a")
-    assert time.thread_time() - before < 1 and "\n" not in str(e.value) and str(e.value).endswith(".") and len(str(e.value)) < 500
+    render.end()
+    assert processor_time() - before < 1 and "\n" not in str(e.value) and str(e.value).endswith(".") and len(str(e.value)) < 500
 
 
-def test_a_thread_renders_too(tmp_path):
+def test_a_thread_renders_within_the_same_limits(tmp_path):
     tokenizer, _ = model(tmp_path, "llama3")
     said = []
-    thread = threading.Thread(target=lambda: said.append(tokenizer.prompt_ids("a")))
+
+    def ask():
+        said.append(tokenizer.prompt_ids("a"))
+        with pytest.raises(ValueError, match="TimeoutError") as e:
+            render.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", [{}], 99)
+        said.append(e)
+
+    thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    assert said == [tokenizer.prompt_ids("a")]
+    assert said[0] == tokenizer.prompt_ids("a") and len(said) == 2
 
 
 def test_the_date_changes_no_prompt_and_filters_are_those_of_transformers(tmp_path):
     tokenizer, _ = model(tmp_path, "llama3")
     assert "Today Date: 26 Jul 2024" in tokenizer.decode(tokenizer.prompt_ids("a"))
     source = "{% for a in [1, 2] %}{{ {'a': 'é<'} | tojson(indent=1) }}{% break %}{% endfor %}"
-    assert chat.compiled(source).render() == '{\n "a": "é<"\n}'
+    assert render.render(source, [{}], 99) == ['{\n "a": "é<"\n}']
+
+
+def test_padding_products_and_formats_are_those_of_transformers(tmp_path):
+    _, theirs = model(tmp_path, "smollm2")
+    theirs.chat_template = "{{ '-' * 9 }}{{ 'a'|center(9) }}{{ 'b'.ljust(4) }}{{ 'c\nd'|indent }}{{ '%05.2f'|format(1.5) }}{{ '%d' % 2 }}"
+    assert render.render(theirs.chat_template, [{}], 99) == [theirs.apply_chat_template([USER], tokenize=False)]
 
 
 def test_a_model_without_a_template_loads_no_jinja(tmp_path):

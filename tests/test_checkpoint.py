@@ -60,7 +60,7 @@ def test_a_non_finite_loss_is_never_the_best(tmp_path):
     for step, loss in ((1, float("nan")), (2, 5.0), (3, float("inf"))):
         save(tmp_path, step, val_loss=loss, config={"keep_last": 9})
     assert checkpoint.best(tmp_path) == 2 and checkpoint.losses(tmp_path) == {2: 5.0}
-    assert checkpoint.losses(tmp_path, 1) == {}                       # a later step's, damaged perhaps, is not the one to beat
+    assert checkpoint.damage(tmp_path, 1) is None and checkpoint.losses(tmp_path, 1) == {}                       # a later step's, damaged perhaps, is not the one to beat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "meta.json"])
@@ -124,14 +124,14 @@ sys.path.insert(0, {str(ROOT)!r})
 from runtime import checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))         # a write past 100 kB fails, as on a full disk
 try:
-    checkpoint.save({str(tmp_path)!r}, 2, {{"w": torch.zeros(int(sys.argv[1]))}}, {{}}, {{"s": torch.zeros(100_000)}})
+    checkpoint.save({str(tmp_path)!r}, int(sys.argv[2]), {{"w": torch.zeros(int(sys.argv[1]))}}, {{}}, {{"s": torch.zeros(100_000)}})
 except checkpoint.BadInput as e:
     print(e)
 """
-    for size in (1_000_000, 4):                           # the weights do not fit; the optimizer's state does not
-        done = forked.run([sys.executable, "-c", program, str(size)], capture_output=True, text=True)
-        assert f"The checkpoint of step 2 in {tmp_path / 'checkpoints'} could not be written" in done.stdout, done.stderr
-    assert checkpoint.newest_intact(tmp_path) == 1
+    for size, step in ((1_000_000, 2), (4, 2), (4, 1)):   # the weights do not fit; the optimizer's state does not; step 1 again
+        done = forked.run([sys.executable, "-c", program, size, step], capture_output=True, text=True)
+        assert f"The checkpoint of step {step} in {tmp_path / 'checkpoints'} could not be written" in done.stdout, done.stderr
+    assert checkpoint.newest_intact(tmp_path) == 1 and checkpoint.load_weights(tmp_path, 1)["w"].tolist() == [1.0] * 4
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 

@@ -11,26 +11,7 @@ import tasks
 from tasks import code_ as code
 from tasks import simulation
 from tasks._steps import Steps
-from test_table_science import drawn_of_each_kind, verify_domain, verify_junk, verify_mistakes
-
-NAMES = {code: "code", simulation: "simulation"}
-
-
-@pytest.mark.parametrize("module", [code, simulation], ids=["code", "simulation"])
-def test_gold_is_paid_and_mistakes_are_not(module):
-    verify_domain(NAMES[module], module, module.KINDS)
-
-
-@pytest.mark.parametrize("module, is_mistaken", [(code, lambda q: q["kind"] == "list"),
-                                                 (simulation, lambda q: q["kind"] == "stack")], ids=["code", "simulation"])
-def test_shares_of_mistakes(module, is_mistaken, monkeypatch):
-    verify_mistakes(NAMES[module], module, is_mistaken, monkeypatch)
-
-
-@pytest.mark.parametrize("module", [code, simulation], ids=["code", "simulation"])
-def test_junk(module):
-    verify_junk(NAMES[module], drawn_of_each_kind(module, module.KINDS, 1))
-
+from test_table_science import drawn_of_each_kind
 
 @pytest.mark.parametrize("module", [code, simulation], ids=["code", "simulation"])
 @pytest.mark.parametrize("level", [1, 2])

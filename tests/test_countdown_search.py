@@ -318,17 +318,6 @@ def script(*flags, **env):
     return subprocess.run(["bash", ROOT / "runs/countdown.sh", *flags], env=environment(**env), capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("knob, words", [("--steps=3", "countdown.sh takes"), ("--out_dir=", "is empty"), ("--data_dir=", "is empty"), ("--out_dir={}", "summary.json is there"),
-                                         ("--out_dir={}/other", "seconds is there")])
-def test_the_script_refuses_in_a_sentence_and_replaces_nothing_of_others(tmp_path, knob, words):
-    (tmp_path / "other").mkdir()
-    for path in (tmp_path / "summary.json", tmp_path / "other/seconds"):
-        path.write_text("precious")
-    done = script(knob.format(tmp_path), PYTHON="false")
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
-    assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
-
-
 @pytest.fixture
 def climbed(tmp_path):
     """A function: flags of the script -> what its stages were asked for, [(name, knobs and models)]; and what it printed."""
@@ -425,8 +414,8 @@ def test_the_data_set_s_rows_are_questions(rows, tmp_path):
     assert tasks.load(f"countdown_think:{file}").questions("test") == asked["test"]
 
 
-@pytest.mark.parametrize("text, words", [('{"target": 5}\n', "Row 1"), ("[1, 2]\n", "Row 1"), ('{"target": 5, "nums": ["1", 2]}\n', "Row 1"), ("{", "can't be read"),
-                                         ('{"target": 5, "nums": [5]}\n', "Row 1"), ('{"target": true, "nums": [1, 2]}\n', "Row 1")])
+@pytest.mark.parametrize("text, words", [('{"target": 5}\n', "row 1, is not"), ("[1, 2]\n", "row 1, is not"), ('{"target": 5, "nums": ["1", 2]}\n', "row 1, is not"), ("{", "can't be read"),
+                                         ('{"target": 5, "nums": [5]}\n', "row 1, is not"), ('{"target": true, "nums": [1, 2]}\n', "row 1, is not")])
 def test_rows_that_are_none_are_named(tmp_path, text, words):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)

@@ -349,11 +349,16 @@ def test_paid_truncation_and_answers_in_common_are_healthy(figures):
 @pytest.mark.parametrize("config, figures, said", [
     ({}, {"distinct": 1.0}, "the same random numbers"), ({}, {"distinct": lambda step: 8 / step**2}, "collapsed"),
     ({"temperature": 0.2}, {"distinct": 1.6}, "nearly greedy"), ({"inner_epochs": 16}, {"kl_old": 0.5}, "lower --inner_epochs=16"),
-    ({"teacher": "t", "reward_weight": 0.0}, {"kl": 0.0}, "the model itself"), ({"temperature": 0.2}, {"distinct": 2.5}, "")])
+    ({"teacher": "t", "reward_weight": 0.0}, {"kl": 0.0}, "the model itself"), ({"temperature": 0.2}, {"distinct": 2.5}, ""),
+    ({"temperature": 0.01}, {"distinct": 1.0, "zero_variance": 1.0, "pass_at_1": 1.0}, "nearly greedy"),         # not easy questions
+    ({}, {"truncated": 0.9, "truncated_score": 0.9}, "the reward does not ask for an end"),
+    ({}, {"truncated": 0.9, "truncated_score": 0.1}, "raise --max_new_tokens"),
+    ({}, {"logprob_gap": 0.015, "entropy": 0.03}, "the engine samples from another"), ({}, {"logprob_gap": 0.015, "entropy": 0.5}, "")])    # rounding
 def test_the_cause_depends_on_the_options_and_the_first_step(config, figures, said):
     start = START | {"config": START["config"] | config}
-    assert said in "".join(finding.sentence for finding in Doctor([start, *lines(15, **figures)]).holding)
-    assert said or not Doctor([start, *lines(15, **figures)]).findings
+    doctor = Doctor([start, *lines(15, **figures)])
+    assert len(doctor.holding) == bool(said) and all(said in finding.sentence for finding in doctor.holding)
+    assert said or not doctor.findings
 
 
 @pytest.mark.parametrize("init_from, first, second, norm, said", [
@@ -363,12 +368,6 @@ def test_an_untrained_start_and_gradients_that_add_up(init_from, first, second, 
     steps = [{"step": 1 + 5 * i, "loss": second if i else first, "lr": 1e-3, "grad_norm": norm if i else 1.0} for i in range(6)]
     doctor = Doctor([START | {"config": {"init_from": init_from}, "facts": {"vocabulary": 257}}, *steps])
     assert said in "".join(finding.sentence for finding in doctor.holding) and (said or not doctor.findings)
-
-
-@pytest.mark.parametrize("score, said", [(0.9, "the reward does not ask for an end"), (0.1, "raise --max_new_tokens")])
-def test_truncated_answers_that_are_paid_need_no_more_tokens(score, said):
-    (finding,) = Doctor([START, *lines(5, truncated=0.9, truncated_score=score)]).holding
-    assert finding.name == "never_ends" and said in finding.sentence
 
 
 def test_the_same_text_for_all_questions_is_shown():
@@ -509,12 +508,6 @@ def test_a_reward_that_has_fallen():
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
 
 
-def test_copies_at_a_low_temperature_are_not_easy_questions():
-    start = START | {"config": START["config"] | {"temperature": 0.01}}
-    doctor = Doctor([start, *lines(5, distinct=1.0, zero_variance=1.0, pass_at_1=1.0)])
-    assert [finding.name for finding in doctor.holding] == ["same_samples"] and "nearly greedy" in doctor.holding[0].sentence
-
-
 @pytest.mark.parametrize("name, n", [("groups_alike", 8), ("never_right", 30)])
 def test_a_policy_that_collapsed_is_not_told_to_ask_easier_questions(name, n):
     doctor = Doctor([START, *lines(1), *lines(n, first=2, reward=0.0, pass_at_1=0.0, zero_variance=1.0)])
@@ -532,12 +525,6 @@ def test_a_text_is_memorised_only_after_many_passes(val_loss, epochs, said):
     doctor = Doctor([start, *read[:10], evaluated[0], *read[10:], evaluated[1]])
     (sentence,) = [finding.sentence for finding in doctor.holding if finding.name == "validation_rises"]
     assert said in sentence
-
-
-@pytest.mark.parametrize("entropy, differs", [(0.03, True), (0.5, False)])
-def test_the_rounding_limit_depends_on_entropy(entropy, differs):
-    doctor = Doctor([START, *lines(8, logprob_gap=0.015, entropy=entropy)])
-    assert differs == ("engine_differs" in [finding.name for finding in doctor.holding])
 
 
 def test_noise_is_not_a_finding():

@@ -2,7 +2,6 @@
 import random
 import re
 import sys
-import time
 from fractions import Fraction
 from itertools import permutations, product
 
@@ -11,11 +10,6 @@ import pytest
 import tasks
 from conftest import ROOT
 from tasks import _questions
-
-JUNK = ["", "\0\ud800", "<answer>", "</answer><answer>", "9**9**9", "<answer>9**9**9</answer>", "<answer><answer>x</answer></answer>",
-        "<answer></answer>", "<answer>" + "9" * 10**6 + "</answer>", "9" * 10**6, "1+1=2. " * 10**5, "a > b. " * 10**5,
-        "-> = : " * 10**5, "\n" * 10**6, "<answer>" * 10**5, "Reasoning:" * 10**5, " " * 10**6]
-
 
 def drawn(spec, n):
     """{kind: n different questions}"""
@@ -65,17 +59,6 @@ def test_math_and_logic_have_three_in_ten_documents_wrong(spec, least):
     for q in questions:
         if q["kind"] == least:               # all make the same mistake
             assert len({task.module.wrong_solution(q, random.Random(i)) for i in range(5)}) == 1
-
-
-@pytest.mark.parametrize("spec", ["math", "logic"])
-def test_math_and_logic_pay_junk_nothing(spec):
-    task, slowest = tasks.load(spec), 0.0
-    for (q, *_) in drawn(spec, 1).values():
-        for junk in JUNK:
-            began = time.process_time()
-            assert task.reward(q, junk)[0] == 0.0
-            slowest = max(slowest, time.process_time() - began)
-    assert slowest < 0.05
 
 
 def test_math_and_logic_have_20_000_questions():

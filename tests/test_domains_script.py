@@ -39,7 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_tables_and_pictures(folder, capsys):
+def test_the_tables(folder, capsys):
     assert domains.main([str(folder)]) == 0
     said = capsys.readouterr().out
     assert "PCGrad - mixed" in said and "sampled, of" in said and "50.0 [48.0, 52.0]" in said
@@ -50,7 +50,6 @@ def test_the_tables_and_pictures(folder, capsys):
     assert summary["methods"]["macro"]["gain_of_mixed"][0] == pytest.approx(0.12)
     assert summary["cosines"]["math:0/code:0"]["10"] == pytest.approx(0.0) and summary["conflicts"]["5"] == 0.5
     assert summary["transfer"]["math:0"]["logic:0"][0] == pytest.approx(0.05)
-    assert (folder / "cosines.png").stat().st_size > 5000 and (folder / "transfer.png").stat().st_size > 5000
 
 
 def test_a_folder_without_runs_is_a_sentence(tmp_path):

@@ -334,14 +334,6 @@ def test_ids_of_a_logged_episode_are_not_made_anew(tmp_path):
 
 def test_the_calculator_computes_what_the_documents_say():
     task = tasks.load("unit_conversion_tool")
-    called = 0
-    for question in task.questions("train", n=300):
-        said = task.solution(question)
-        assert task.verified(*task.reward(question, said))
-        for call in re.finditer(r"</calc>( = [\d.]*\d)", said):
-            assert task.respond(question, said[:call.start()] + "</calc>") == call[1]
-            called += 1
-    assert called >= 300
     share = [("<calc>" in document) for document in task.documents("valid")]
     assert 0.25 < sum(share) / len(share) < 0.35
     for level in "123":                          # results are the calculator's in the text too, and in wrong documents
@@ -349,7 +341,7 @@ def test_the_calculator_computes_what_the_documents_say():
         rng = random.Random(level)
         for question in task.questions("train", n=700):
             said = task.solution(question)
-            assert task.verified(*task.reward(question, said)), said
+            assert task.verified(*task.reward(question, said)) and "</calc> = " in said, said
             wrong = task.module.with_calls(plain.wrong_solution(question, rng, ("ratio", "inverse"), parts=False))
             for text in (said, wrong):
                 for call in re.finditer(r"</calc>( = -?[\d.]*\d)", text):

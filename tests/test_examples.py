@@ -71,15 +71,6 @@ def test_what_is_trained_on_is_the_completion_and_its_end_and_it_follows_the_pro
             assert y[1, len(prompt) - 1:].tolist() == e.ids[len(prompt):].tolist()       # each id is the target of the one before
 
 
-def test_an_end_is_trained_on_though_it_is_the_padding_too(rft):
-    tokenizer = Tokenizer("bytes")
-    assert tokenizer.pad == tokenizer.end
-    for micro_batch in batches(rft)[0]:
-        for x, y in zip(*micro_batch[:2]):
-            targets = y[y != IGNORE].tolist()
-            assert targets.count(tokenizer.end) == 1 and targets[-1] == tokenizer.end and bytes(targets[:-1]).endswith(b"</answer>")
-
-
 def test_an_epoch_has_every_example_once_in_steps_of_about_equal_numbers(rft):
     b = batches(rft)
     assert b.steps_per_epoch == 4

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import experimental
 import train
 from conftest import TINY, count_graphs, flags, largest_difference, metrics, trained, weights
 from experimental import feedback, orthogonality
@@ -180,15 +179,6 @@ def test_a_frozen_block_gets_nothing_and_the_others_what_they_got(tuned):
     assert all(torch.equal(ours[name], whole[name]) for name in ours)
 
 
-def test_no_product_for_a_point_without_gradients():
-    first, last = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
-    impossible = torch.empty(5, 5)
-    _, wire = feedback.InjectFeedback.apply([2 * torch.eye(4), impossible, torch.eye(4)], False, None, first, torch.randn(2, 3, 16), last)
-    error = torch.randn(2, 3, 4)
-    wire.backward(error)
-    assert torch.equal(first.grad, 2 * error) and torch.equal(last.grad, error)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_include_the_feedback_products(tuned, kind):
     totals = []
@@ -287,15 +277,6 @@ def test_memory_equals_the_estimate(tuned, kind):
     assert "feedback" not in memory.parts(tuned(), hw, 6, 16, 0)
 
 
-def test_backprop_attaches_nothing():
-    model = GPT(GPTConfig(**SHAPE))
-    before = dict(vars(model))
-    feedback.attach(model, train.Config())
-    assert vars(model) == before and model.feedback is None
-    assert all(p.requires_grad for _, p in learned(model)) and {type(block).__name__ for block in model.blocks} == {"Block"}
-    assert experimental.add_gradients(train.Config(), None) == {}
-
-
 # --- frozen blocks ---
 
 @pytest.mark.parametrize("blocks, frozen", [("none", 3), ("last", 2), (2, 1), (3, 0), (0, 3)])
@@ -351,24 +332,6 @@ def test_penalty_gradient_is_added_once_per_step(tuned, grouped):
         added = 4.0 * 0.5 * 2 / 8 * expected[name] if expected[name] is not None else 0
         torch.testing.assert_close(p.grad, before[name] + added)
         assert (expected[name] is not None) == name.endswith(("qkv.weight", "out.weight"))
-
-
-def test_penalty_makes_projections_orthogonal():
-    torch.manual_seed(0)
-    model = learn(GPT(GPTConfig(**SHAPE)), 3)
-    run = SimpleNamespace(model=model, step=0, scaler=SimpleNamespace(get_scale=lambda: 1.0))
-    cfg = train.Config(orthogonality=1.0, orthogonality_warmup=1)
-    seen = []
-    for _ in range(60):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        seen.append(orthogonality.add_gradients(cfg, run)["orthogonality"].item())
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= p.grad
-    assert seen[0] > 0.5 and seen[-1] < 1e-3 and seen == sorted(seen, reverse=True)
-    out = model.blocks[0].attention.out.weight
-    assert (out @ out.mT - torch.eye(24)).abs().max() < 0.1
 
 
 # --- runs ---

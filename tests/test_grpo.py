@@ -1,8 +1,6 @@
 """grpo.py: the objective against numbers by hand, what is trained on, and runs that can be stopped, repeated and shared by ranks."""
-import contextlib
 import dataclasses
 import inspect
-import io
 import itertools
 import json
 import math
@@ -27,13 +25,13 @@ import forked
 import grpo
 import hub
 import train
-from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
+from conftest import ROOT, environment, flags, in_process, largest_difference, metrics, trained, unknown, wait_for, weights
 from engine import Engine, Request, Sample
 from model import GPT, GPTConfig, IGNORE
 from rollouts import records, pipeline as rollout, questions
 from rollouts.batch import micro_batches, padded
 from rollouts.pipeline import Completion
-from runtime import checkpoint, config, guard, optim
+from runtime import checkpoint, config, optim
 from runtime.config import BadInput
 from text.provenance import check_task, own_task
 from tasks import _pool as rewards
@@ -91,17 +89,8 @@ def write(folder, text, name="letters.py"):
 def learn(base, letters, tmp_path):
     """A run in this process, which saves the seconds that importing torch takes. Returns its folder; what it said is in `learn.said`."""
     def learn(name="run", code=0, argv=None, **knobs):
-        out, err = io.StringIO(), io.StringIO()
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         argv = argv or flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / name) | knobs)
-        try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-                guard.run(grpo.main, argv)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        learn.said, learn.error = out.getvalue(), err.getvalue()
-        assert ended.value.code == code, learn.said[-3000:] + learn.error
+        learn.said, learn.error = in_process(grpo.main, argv, code)
         return tmp_path / name
     return learn
 
@@ -194,17 +183,11 @@ def test_the_loss_is_what_one_computes_by_hand(loss_type, loss, divisors):
         "dapo": (-1 - 1.2 - 0.5 + 1.4 + 2.6) / 5, "grpo": (-2.7 / 3 + 4.0 / 2) / 2, "dr_grpo": 1.3 / 8}[loss_type], rel=1e-5)
 
 
-def test_cispo_keeps_the_gradient_of_a_clipped_token_and_is_dapo_where_nothing_has_moved():
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
     _, slope, figures = by_hand("cispo", clip_high=0.28)
     weights = torch.tensor([[1.0, 1.28, 0.5], [0.7, 1.28, 0]])                # of ratios 1, 1.5, 0.5, 0.7, 1.3
     torch.testing.assert_close(slope, -weights * ADVANTAGE[:, None] * MASK / 5, rtol=1e-6, atol=1e-7)
     assert figures["clipped"] == 2
-    slopes = []
-    for loss_type in ("dapo", "cispo"):
-        logp = OLD.clone().requires_grad_()
-        loss_of(logp, OLD, torch.zeros(2, 3), ADVANTAGE, MASK, 5, loss_type=loss_type)[0].backward()
-        slopes.append(logp.grad)
-    torch.testing.assert_close(*slopes, rtol=1e-6, atol=0)
 
 
 def test_the_divergence_and_importance_weights_are_what_one_computes_by_hand():
@@ -334,7 +317,6 @@ def test_a_completion_without_a_grade_has_no_part_in_its_group(scale):
     found = grpo.advantages(rewards, scale)
     assert not found[[0, 2, 3]].any() and found[1, 2] == 0
     torch.testing.assert_close(found[1, [0, 1, 3]], grpo.advantages(torch.tensor([[1, 0, 0.5]]), scale)[0], rtol=1e-12, atol=0)
-
 
 
 @pytest.mark.parametrize("scale", ["none", "group"])
@@ -549,7 +531,7 @@ class Scripted:
         for request in reversed(requests):
             for index in (2, 0, 3, 1):
                 ids, reason = self.completions[index]
-                yield Sample(request, index, ids, [-0.5] * len(ids), [], reason)
+                yield Sample(request, index, ids, [-0.5] * len(ids), reason)
 
 
 class Judge:
@@ -578,32 +560,6 @@ def test_the_pipeline_gives_completions_in_their_order_and_does_not_ask_about_wh
     done = pipeline.graded(wait=True)
     assert done == sampled and all(c.grade is rollout.UNFINISHED for c in done if not c.finished)
     assert all(c.grade.score == 0.25 * len(c.text) for c in done if c.finished) and pipeline.graded() == []
-
-
-@pytest.mark.parametrize("overlong", ["keep", "mask", "penalty"])
-def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess(overlong):
-    """The end of text that ended a completion is its last token; to one that was cut off none is added."""
-    cfg = grpo.Config(k_samples=4, overlong=overlong, max_new_tokens=4, overlong_tokens=2)
-    task = SimpleNamespace(weights={"one": 1}, of=lambda question: SimpleNamespace(name="one"))
-    pairs = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)]
-    stream, judge = grpo.QuestionStream(cfg, pairs, task), Judge()
-    phases = []
-    run = SimpleNamespace(end_phase=phases.append)
-    pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str, responds=False))
-    completions = grpo.sample(run, pipeline, stream, [7, 8, 9])
-    pipeline.graded(wait=True)
-    groups = grpo.group_by_question(cfg, completions, [7, 8, 9])
-    assert phases == ["rollout"] and len(judge.asked) == 12
-    assert list(groups) == [7, 8, 9]
-    for place, group in groups.items():
-        number = questions.question_at(place, 5, 0)
-        for completion, (said, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
-            text = Tokenizer("bytes").text_of(said)
-            assert completion.prompt == [number, 0, 256] and completion.ids == said and completion.finished == (reason == "stop")
-            assert completion.trained == (reason == "stop" or overlong != "mask")
-            assert completion.reward == 0.25 * len(text) - (punished if overlong == "penalty" else 0) and (f"question {number}", text) in judge.asked
-            y = padded([completion]).y[0].tolist()
-            assert y == (said if completion.trained else [IGNORE] * len(said))
 
 
 def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
@@ -820,13 +776,6 @@ def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, kind):
     assert set(metrics(out, "val_accuracy")) == {0, 3, 6}
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline
-        time.sleep(0.01)
-
-
 def test_killed_at_random_moments_it_ends_with_the_same_weights(learn, base, letters, tmp_path):
     knobs = dict(max_steps=60, save_interval=1, prompts_per_step=2, k_samples=2, max_new_tokens=6, log_interval=7, reward_pool="process", reward_workers=1)
     calm, out, rng, kills, seen = learn("calm", **knobs), tmp_path / "stormy", random.Random(0), 0, []
@@ -865,14 +814,13 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, let
 
 def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(base, letters, tmp_path):
     out = tmp_path / "a"
-    process = subprocess.Popen([*forked.TORCHRUN, "--nproc_per_node=2",
-                                *command(out, base, letters, max_steps=100_000)[1:]], env=environment(), stdout=subprocess.PIPE, text=True)
-    wait_for(lambda: (out / "metrics.jsonl").exists() and lines(out))
+    start = [*forked.TORCHRUN, "--nproc_per_node=2", *command(out, base, letters, max_steps=100_000)[1:]]
+    process = subprocess.Popen(start, env=environment(), stdout=subprocess.DEVNULL)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 1)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    step = checkpoint.newest_intact(out)
-    assert step == lines(out)[-1]["step"] and f"Stopped as asked after step {step}" in said
+    process.wait(60)
+    assert checkpoint.newest_intact(out) == lines(out)[-1]["step"]
 
 
 # --- nothing to learn, and what goes wrong ---
@@ -960,11 +908,6 @@ def test_a_verifier_that_hangs_is_killed_and_counted_and_the_run_goes_on(learn, 
     first, *others = lines(out)
     assert 1 <= first["timeouts"] == first["errors"] <= 4 and first["reward"] > 0 and time.monotonic() - began < 60
     assert all(line["errors"] == line["timeouts"] == 0 for line in others)       # the question comes but once in these steps
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_every_kind_of_reward_pool_gives_the_same(learn, kind):
-    assert same(weights(learn("a", reward_pool=kind, reward_workers=2), 4), weights(learn("b"), 4))
 
 
 @pytest.mark.parametrize("knobs", [dict(eval_interval=1), dict(gradient_checkpointing=True), dict(save_interval=1), dict(log_interval=3),
@@ -1125,11 +1068,6 @@ def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
     assert [line["questions"] for line in lines(out)] == said
 
 
-def test_importance_weights_change_nothing_where_both_compute_the_same(learn):
-    plain, weighted = learn("plain"), learn("weighted", tis_cap=2.0)
-    assert largest_difference(weights(plain, 4), weights(weighted, 4)) < 1e-5
-
-
 # --- what a run says and leaves behind ---
 
 def test_the_metrics_have_their_keys_and_are_true(learn, watched):
@@ -1288,13 +1226,6 @@ def test_what_can_not_be_done_is_one_sentence(learn, tmp_path, knobs, words):
 def test_ranks_that_can_not_share_the_prompts_say_so(learn, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     refusal(learn, "split evenly over 3 ranks")
-
-
-@pytest.mark.parametrize("row, words", [('{"prompt": "the 1"}', "Row 2"), ('{"answer": 3}', "Row 2"), ('["the", 3]', "Row 2"), ("{", "can't be read"),
-                                        ('{"prompt": 3, "answer": 3}', "Row 2")])
-def test_a_file_with_what_is_no_question_is_refused(learn, tmp_path, row, words):
-    refusal(learn, words, dataset=write(tmp_path, f'{{"prompt": "the 0", "answer": 3}}\n\n{row}\n', "q.jsonl"))
-    refusal(learn, "no question", dataset=write(tmp_path, "\n", "empty.jsonl"))
 
 
 def test_a_dataset_needs_its_verifier(learn, tmp_path):

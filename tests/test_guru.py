@@ -102,7 +102,7 @@ def test_bad_files_are_a_sentence(tmp_path):
     other = write(tmp_path / "other.parquet", [{"question": "?", "answer": "7"}])
     empty = write(tmp_path / "empty.parquet", [raw("math__x", "Q?", "")])
     code = write(tmp_path / "code.parquet", [raw("codegen__x", "Q?", "7")])
-    for path, says in ((tmp_path / "torn.parquet", "can't be read"), (other, "has no column data_source"), (empty, "without a prompt"),
+    for path, says in ((tmp_path / "torn.parquet", "can't be read"), (other, "row 1, is not one of GURU's"), (empty, "row 1, is not"),
                        (code, "no question that can be graded")):
         with pytest.raises(ValueError, match=says) as e:
             tasks.load(f"guru:{path}").questions("train")

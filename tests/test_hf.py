@@ -2,13 +2,16 @@
 import copy
 import json
 import math
+import shlex
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hf
 import hub.weights
 import hub.architectures
+from conftest import metrics, trained
 from model import GPT, GPTConfig, on_meta, rope_tables
 from runtime.config import BadInput
 from test_tokenizer import write
@@ -318,3 +321,15 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(BadInput, match="no folder org/absent here"):
         hub.load("org/absent")
+
+
+def test_a_run_is_exported_with_a_model_card(tmp_path, text):
+    trained(tmp_path / "my run", text, max_steps=4, eval_interval=2, save_interval=2)
+    assert hf.main([str(tmp_path / "my run"), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out/README.md").read_text()
+    loss = metrics(tmp_path / "my run", "val_loss")[4]
+    assert f"# my run\n" in card and "step 4 of nanoRFT's `train.py`" in card and f"| validation loss, nats a token | {loss:.3f} |" in card
+    (command,) = (line for line in card.splitlines() if line.startswith("    python "))
+    words = shlex.split(command)
+    assert f"--dataset={text}" in words and "--max_steps=4" in words and words[1] == "train.py"
+    assert hf.main([str(tmp_path / "out"), str(tmp_path / "again")]) == 0 and not (tmp_path / "again/README.md").exists()

@@ -260,3 +260,19 @@ def test_an_adapted_model_is_exported_merged(name, tmp_path):
 def test_exporting_missing_adapters_is_one_sentence(tmp_path):
     with pytest.raises(BadInput, match="no adapters"):
         hub.weights.export_adapters(tiny(), tmp_path)
+
+
+def test_weights_trained_beside_the_adapters_are_not_dropped_from_an_export(tmp_path):
+    model = adapted(**LLAMA)
+    model.final_norm.requires_grad_()
+    model.gate = torch.nn.Linear(2, 1, bias=False)
+    with pytest.raises(BadInput, match=r"final_norm.weight, gate.weight were trained beside"):
+        hub.weights.export_adapters(model, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+    del model.gate
+    trained = trainable(model)                            # what a checkpoint holds
+    loaded = adapted(learnt=False, **LLAMA)
+    load_adapters(loaded, {name: weight.detach() for name, weight in trained.items()})
+    assert trainable(loaded).keys() == trained.keys()
+    with pytest.raises(BadInput, match="final_norm.weight were trained"):
+        hub.weights.export_adapters(loaded, tmp_path / "adapters")

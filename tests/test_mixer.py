@@ -1,7 +1,5 @@
 """Linear attention against explicit sums: alone, in a model, in the engine and in runs."""
-import contextlib
 import dataclasses
-import io
 import json
 import math
 import shutil
@@ -19,7 +17,7 @@ import grpo
 import hub.weights
 import sample
 import train
-from conftest import TINY, count_graphs, flags, largest_difference, metrics, trained, weights
+from conftest import TINY, count_graphs, flags, in_process, largest_difference, metrics, trained, weights
 from engine import Engine, Request, Sampling
 from engine.kv_cache import cache_bytes
 from layers import linear_attention
@@ -29,8 +27,9 @@ from model import GPT, GPTConfig
 from recorded import Recorded
 from rollouts.batch import padded
 from rollouts.pipeline import Completion
-from runtime import checkpoint, distributed, guard, hardware, memory
+from runtime import checkpoint, distributed, hardware, memory
 from runtime.config import BadInput
+from test_grpo import TASK
 
 KINDS = [("favor", "sum"), ("favor", "delta"), ("linear", "sum"), ("linear", "delta")]
 kinds = pytest.mark.parametrize("kind, rule", KINDS, ids=["-".join(kind) for kind in KINDS])
@@ -373,12 +372,6 @@ def test_activations_are_counted():
     assert loss.requires_grad and memory.saved_for_backward(model, hardware.setup("cpu", dtype="fp32"), 2, 150) == pytest.approx(real, rel=0.02)
 
 
-def test_the_log_names_the_kind_of_attention():
-    hw = hardware.setup("cpu")
-    assert hw.attention_name(make("favor", "delta").config) == "favor (delta)"
-    assert hw.attention_name(GPTConfig(vocab_size=10)) == " > ".join(hw.attention_kernels)
-
-
 # --- the engine ---
 
 @pytest.fixture(params=[None, "cuda"], ids=["", "as on a GPU"])
@@ -426,21 +419,6 @@ def test_a_sample_does_not_depend_on_its_batch(kind, rule, acting):
             assert s.logprobs == (alone[index].logprobs if deterministic else pytest.approx(alone[index].logprobs, abs=1e-4))
 
 
-def test_out_of_memory_halves_the_slots(monkeypatch):
-    engine = Engine(make(), slots=4, seed=5)
-    expected = {(s.request.key, s.index): s.ids for s in engine.generate(some_requests(4, num_samples=2, max_new_tokens=9))}
-    steps, launch = [], engine.runner.launch
-
-    def fail_once(*given):
-        steps.append(given)
-        if len(steps) == 5:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        launch(*given)
-    monkeypatch.setattr(engine.runner, "launch", fail_once)
-    found = {(s.request.key, s.index): s.ids for s in engine.generate(some_requests(4, num_samples=2, max_new_tokens=9))}
-    assert found == expected and engine.slots == 2
-
-
 @kinds
 def test_weights_are_loaded_in_bf16(kind, rule):
     """This includes the random features."""
@@ -460,32 +438,11 @@ def test_weights_are_loaded_in_bf16(kind, rule):
 
 # --- runs ---
 
-REWARD = '''
-PROMPT = "{}"
-
-def questions(split, seed=0, n=None):
-    words = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")]
-    return [{"question": w, "answer": "t"} for w in (words if split == "train" else ["mat 1"])][:n]
-
-def reward(question, completion):
-    return completion.count("t") / max(1, len(completion))
-'''
-
-
 @pytest.fixture(scope="module")
 def favor(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("mixer") / "favor"
     trained(folder, text, mixer="favor", mixer_rule="delta", mixer_features=16, n_kv_head=1, dtype="fp32", max_steps=10)
     return folder
-
-
-def run(main, argv, code=0):
-    """Run a script's main in this process, which saves importing torch; return its output."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
-        guard.run(main, argv)
-    assert ended.value.code == code, said.getvalue()[-3000:]
-    return said.getvalue()
 
 
 def test_a_run_keeps_its_mixer_and_its_features(favor, tmp_path, capsys):
@@ -498,7 +455,7 @@ def test_a_run_keeps_its_mixer_and_its_features(favor, tmp_path, capsys):
     assert "attention favor (delta)" in (favor / "training.log").read_text()
     assert metrics(favor)[10] < metrics(favor)[1]
 
-    assert "mixer=softmax contradicts" in run(train.main, flags(init_from=favor, mixer="softmax", dataset="x.txt", out_dir=tmp_path / "b"), 2)
+    assert "mixer=softmax contradicts" in in_process(train.main, flags(init_from=favor, mixer="softmax", dataset="x.txt", out_dir=tmp_path / "b"), 2)[1]
     for refused in (lambda: hub.weights.export(model, tmp_path / "out"), lambda: hub.weights.export_adapters(add_lora(model, 2), tmp_path / "out")):
         with pytest.raises(BadInput, match="transformers has no architecture with mixer=favor"):
             refused()
@@ -507,25 +464,25 @@ def test_a_run_keeps_its_mixer_and_its_features(favor, tmp_path, capsys):
 
 def test_a_resumed_run_reaches_the_same_weights(text, tmp_path):
     options = TINY | dict(dataset=text, data_dir=text.parent / "tokens", max_steps=14, save_interval=12)
-    run(train.main, flags(**options, mixer="favor", mixer_rule="delta", mixer_features=16, n_kv_head=1, dtype="fp32", out_dir=tmp_path / "b"))
+    in_process(train.main, flags(**options, mixer="favor", mixer_rule="delta", mixer_features=16, n_kv_head=1, dtype="fp32", out_dir=tmp_path / "b"))
     expected = weights(tmp_path / "b", 14)
     shutil.rmtree(tmp_path / "b/checkpoints/step_00000014")
-    run(train.main, flags(init_from="resume", out_dir=tmp_path / "b"))
+    in_process(train.main, flags(init_from="resume", out_dir=tmp_path / "b"))
     after = weights(tmp_path / "b", 14)
     assert largest_difference(after, expected) == 0 and largest_difference(after, weights(tmp_path / "b", 12)) > 1e-4
 
 
 def test_a_model_of_hugging_face_s_keeps_softmax(tmp_path):
     hub.weights.export(make("softmax", mlp="swiglu", qk_norm=False), tmp_path / "llama")
-    said = run(train.main, flags(init_from=tmp_path / "llama", mixer="linear", dataset="x.txt", out_dir=tmp_path / "b"), 2)
+    _, said = in_process(train.main, flags(init_from=tmp_path / "llama", mixer="linear", dataset="x.txt", out_dir=tmp_path / "b"), 2)
     assert "mixer=linear contradicts" in said and "which has mixer=softmax" in said
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_reinforcement_learning(favor, tmp_path, deterministic):
     """Run two steps, in which logprobs equal the engine's up to rounding."""
-    (tmp_path / "letters.py").write_text(REWARD)
-    run(grpo.main, flags(init_from=favor, task=tmp_path / "letters.py", out_dir=tmp_path / "grpo", prompts_per_step=2, k_samples=4,
+    (tmp_path / "letters.py").write_text(TASK)
+    in_process(grpo.main, flags(init_from=favor, task=tmp_path / "letters.py", out_dir=tmp_path / "grpo", prompts_per_step=2, k_samples=4,
                          max_new_tokens=8, max_steps=2, warmup_steps=0, eval_interval=0, dtype="fp32", reward_pool="serial",
                          keep_memory=False, deterministic=deterministic, beta=0.01, device="cpu"))
     lines = [json.loads(line) for line in (tmp_path / "grpo/metrics.jsonl").read_text().splitlines()]
@@ -540,16 +497,16 @@ def test_reinforcement_learning(favor, tmp_path, deterministic):
 
 def test_answers_are_verified_and_kept_and_counted(favor, tmp_path):
     """Samples of datagen.py and eval.py stop early, are refilled, and are the same when repeated."""
-    verified = REWARD.replace('completion.count("t") / max(1, len(completion))', 'float("t" in completion)')
-    (tmp_path / "letter.py").write_text(verified + 'STOP = " "')
+    verified = "\n\ndef reward(question, completion):\n    return float('t' in completion)\n"
+    (tmp_path / "letter.py").write_text(TASK.replace('STOP = "a"', 'STOP = " "').partition("def reward")[0] + verified)
     shared = dict(task=tmp_path / "letter.py", max_new_tokens=16, device="cpu")
     kept = []
     for name in "ab":
-        run(datagen.main, flags(init_from=favor, output=tmp_path / f"{name}.json", num_questions=12, oversample=4, keep_per_question=2,
+        in_process(datagen.main, flags(init_from=favor, output=tmp_path / f"{name}.json", num_questions=12, oversample=4, keep_per_question=2,
                                 temperature=1.0, **shared))
         kept.append(json.loads((tmp_path / f"{name}.json").read_text()))
     assert kept[0] == kept[1] and len(kept[0]) > 3
-    said = run(evaluation.main, [str(favor), "--json", *flags(num_samples=4, temperature=1.0, **shared)])
+    said, _ = in_process(evaluation.main, [str(favor), "--json", *flags(num_samples=4, temperature=1.0, **shared)])
     found = json.loads(said.splitlines()[-1])
     assert 0 < found["accuracy"] < 1
 

@@ -1,6 +1,4 @@
 """Several tasks as one: their shares, their grades, what is said of each, and what can't be mixed."""
-import contextlib
-import io
 import json
 import random
 from collections import Counter
@@ -299,20 +297,16 @@ def test_surgery_needs_several_tasks_in_a_step():
         grpo.check(config.load(grpo.Config, ["--init_from=x", "--task=math+table", "--surgery=pcgrad", "--mixing=round_robin"]))
 
 
-def test_datagen_and_eval_count_each_task(base, two, tmp_path):
+def test_datagen_and_eval_count_each_task(base, two, tmp_path, capsys):
     spec = f"{two[0]}@3+{two[1]}"
-    out = io.StringIO()
     knobs = dict(init_from=base, task=spec, num_questions=8, oversample=4, max_new_tokens=12, output=tmp_path / "rft.json", json=True,
                  temperature=1, device="cpu")
-    with contextlib.redirect_stdout(out):
-        datagen.main(flags(**knobs))
-    figures = json.loads(out.getvalue().splitlines()[-1])
+    datagen.main(flags(**knobs))
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [own["questions"] for own in figures["domains"].values()] == [6, 2]
     assert sum(own["kept"] for own in figures["domains"].values()) == figures["kept"]
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        evaluation.main([str(base), str(base), *flags(task=spec, split="valid", max_new_tokens=12, json=True, device="cpu")])
-    rows = json.loads(out.getvalue().splitlines()[-1])["models"]
+    evaluation.main([str(base), str(base), *flags(task=spec, split="valid", max_new_tokens=12, json=True, device="cpu")])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
     assert [own["questions"] for own in rows[0]["domains"].values()] == [6, 6]
     assert rows[1]["macro_difference"] == 0 and rows[1]["macro_difference_low"] < 0 < rows[1]["macro_difference_high"]
 

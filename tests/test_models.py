@@ -1,6 +1,5 @@
 """Every script with an existing model from a folder or the hub: train, resume, adapt, evaluate, sample,
 export."""
-import contextlib
 import io
 import json
 import shutil
@@ -18,11 +17,11 @@ import local_hub
 import sample
 import tasks
 import train
-from conftest import ROOT, command, environment, flags, largest_difference, metrics, trained, weights
+from conftest import ROOT, command, environment, flags, in_process, largest_difference, metrics, trained, weights
 from hub import find, load
 from rollouts.pipeline import requests_of
 from runs import summary
-from runtime import checkpoint, guard
+from runtime import checkpoint
 from runtime.config import BadInput
 from test_tokenizer import SMOL, write
 from text import examples
@@ -64,11 +63,8 @@ def script(name, *arguments, **options):
 
 def refused(main, words, *arguments, **options):
     """Assert that a script's main, in this process, ends with code 2 and one sentence."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
-        guard.run(main, [*map(str, arguments), *flags(**options)])
-    said = said.getvalue()
-    assert ended.value.code == 2 and words in said and said.count("\n") == 1, said
+    _, said = in_process(main, [*map(str, arguments), *flags(**options)], code=2)
+    assert words in said and said.count("\n") == 1, said
 
 
 @pytest.fixture(scope="module")
@@ -391,14 +387,15 @@ def test_the_scripts_of_a_real_model_with_a_small_one(source, tmp_path):
     assert [*summary["stages"][3]] == ["name", "greedy", "sampled", "pass_at_2", "seconds"] and summary["stages"][2]["seconds"] > 0
 
 
+@pytest.mark.parametrize("script", ["quickstart.sh", "countdown.sh"])
 @pytest.mark.parametrize("option, words", [
     ("--out_dir=", "is empty"), ("--data_dir=", "is empty"), ("--out_dir={}", "summary.json is there"),
-    ("--out_dir={}/other", "seconds is there")])
-def test_the_quickstart_does_not_overwrite_other_files(tmp_path, option, words):
+    ("--out_dir={}/other", "seconds is there"), ("--steps=3", "sh takes")])
+def test_the_scripts_refuse_in_a_sentence_and_do_not_overwrite_other_files(tmp_path, script, option, words):
     (tmp_path / "other").mkdir()
     for path in (tmp_path / "summary.json", tmp_path / "other/seconds"):
         path.write_text("precious")
-    done = subprocess.run(["bash", ROOT / "runs/quickstart.sh", option.format(tmp_path)],
+    done = subprocess.run(["bash", ROOT / "runs" / script, option.format(tmp_path)],
                           env=environment(PYTHON="false"), capture_output=True, text=True)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}

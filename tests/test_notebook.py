@@ -92,7 +92,7 @@ def test_the_whole_notebook(tmp_path, monkeypatch):
     folder = {"metadata": {"path": f"{NOTEBOOK.parent}"}}
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=folder).execute()
 
-    for name in ("base", "rft", "grpo", "my_reward", "text"):
+    for name in ("base", "rft", "grpo", "my_reward", "text", "okadfa"):
         text, pictures = shown(cell_with(notebook.cells, f"out_dir=f\"{{OUT}}/{name}\""))
         assert "step 1/" in text or "step 20/20" in text, text
         assert pictures == 1, name

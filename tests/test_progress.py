@@ -234,7 +234,7 @@ def test_asking_questions_and_the_note(terminal, graded):
         def generate(self, requests, progress, sampling, environment):
             for request in requests:
                 for index in range(request.num_samples):
-                    yield Sample(request, index, [5, 256], [-0.5, -0.5], [], "stop")
+                    yield Sample(request, index, [5, 256], [-0.5, -0.5], "stop")
                 time.sleep(0.2)
                 terminal.until("evaluating: ")
 

@@ -10,14 +10,14 @@ STOP = 9
 
 
 def make(slots=3, context=50, poll=1, environment=None):
-    sampling = SimpleNamespace(stop=(STOP,), full_logprobs=False)
+    sampling = SimpleNamespace(stop=(STOP,))
     return Scheduler(slots, context, poll, sampling, environment=environment)
 
 
 def record(scheduler, *rows):
     """Record a row of new ids for each slot in use."""
     ids = np.array(rows)
-    return scheduler.record(ids, np.full((len(ids), 2, ids.shape[1]), -1.0, dtype=np.float32))
+    return scheduler.record(ids, np.full(ids.shape, -1.0, dtype=np.float32))
 
 
 def names(samples):

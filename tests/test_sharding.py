@@ -63,14 +63,6 @@ def test_the_files_are_those_of_one_process(both):
     assert not list(two.rglob("*.pt"))
 
 
-def test_initial_weights_are_those_of_one_process(tmp_path, text):
-    """Bit for bit, after a step with learning rate 0."""
-    knobs = KNOBS | dict(max_steps=1, learning_rate=0, min_lr=0, optimizer="adamw")
-    trained(tmp_path / "one", text, **knobs)
-    trained(tmp_path / "three", text, ranks=2, parallel="fsdp", **knobs)
-    assert largest_difference(weights(tmp_path / "one", 1), weights(tmp_path / "three", 1)) == 0
-
-
 def test_four_ranks_on_two_nodes(both, tmp_path, text):
     """Within which the weights are shared, and between which gradients are summed: two nodes of two ranks, as far as they can
     tell."""

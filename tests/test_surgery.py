@@ -72,12 +72,6 @@ def test_coefficients_equal_torchjd(kind):
         assert (ours - expected).norm() <= 1e-12 * gradients.norm()
 
 
-def test_without_conflicts_coefficients_are_one():
-    gradients = some("random", 4).abs()
-    orders = [[3, 2, 1, 0]] * 4
-    assert torch.equal(project(gradients @ gradients.T, orders), torch.ones(4, dtype=torch.float64))
-
-
 # --- on a model ---
 
 def lent(kind="pcgrad", buffers="device", domains=("a", "b", "c"), seed=0, scale=1.0):

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 import tasks
-from tasks import _questions, science, table
+from tasks import _questions, code_ as code, science, simulation, table
 
 
 def drawn_of_each_kind(module, kinds, n, level=1):
@@ -24,8 +24,15 @@ def drawn_of_each_kind(module, kinds, n, level=1):
     return [q for questions in found.values() for q in questions]
 
 
-def verify_domain(name, module, kinds):
-    """Check that what solves each kind's questions is paid in full and fits, and that what is wrong earns nothing."""
+# {task: (its module, its kinds of question, whether a question invites a common mistake)}
+DOMAINS = {"table": (table, table.PHRASINGS, table.invites_mistake), "science": (science, science.KINDS, lambda q: q["kind"] == "sum"),
+           "code": (code, code.KINDS, lambda q: q["kind"] == "list"), "simulation": (simulation, simulation.KINDS, lambda q: q["kind"] == "stack")}
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_gold_is_paid_and_mistakes_are_not(name):
+    """What solves each kind's questions is paid in full and fits, and what is wrong earns nothing."""
+    module, kinds, _ = DOMAINS[name]
     rng = random.Random(1)
     task = tasks.load(name)
     for q in drawn_of_each_kind(module, kinds, 300):
@@ -42,10 +49,12 @@ def verify_domain(name, module, kinds):
             assert task.reward(q, text)[0] == 0.0, (q, text)
 
 
-def verify_mistakes(name, module, is_mistaken, monkeypatch):
-    """Check the shares of documents with a wrong answer: two in ten, and two in three where a mistake is common."""
+@pytest.mark.parametrize("name", DOMAINS)
+def test_shares_of_mistakes(name, monkeypatch):
+    """Of documents with a wrong answer: two in ten, and two in three where a mistake is common."""
+    module, _, is_mistaken = DOMAINS[name]
     monkeypatch.setattr(_questions, "N_DOCUMENTS", {"train": 6000, "valid": 100})
-    rng, right, found = random.Random(2), {}, Counter()
+    rng, found = random.Random(2), Counter()
     questions = _questions.draw_documents(module.draw, "train", 0)
     for q, text in zip(questions, tasks.load(name).documents("train"), strict=True):
         answer = re.search("<answer>(.*)</answer>", text)[1]
@@ -56,12 +65,15 @@ def verify_mistakes(name, module, is_mistaken, monkeypatch):
     assert 0.58 < shares[True] < 0.72 and 0.17 < shares[False] < 0.23 and 0.22 < (found[True, True] + found[False, True]) / 6000 < 0.34
 
 
-def verify_junk(name, questions):
-    """Check that reward raises nothing, pays nothing and is quick for texts of all kinds."""
+@pytest.mark.parametrize("name", [*DOMAINS, "math", "logic"])
+def test_junk_earns_nothing_and_costs_nothing(name):
+    """Reward raises nothing, pays nothing and is quick for texts of all kinds."""
     task, rng = tasks.load(name), random.Random(3)
+    questions = drawn_of_each_kind(task.module, DOMAINS[name][1] if name in DOMAINS else task.module.KINDS, 1)
     pieces = ["<answer>", "</answer>", "9**9**9", "\0", "\ud800", "9" * 50, "1=", "1 > 2", "kg^", "m/s/", " Mon 1", "((", "²", ",", "\n",
               "1 + 1 = 2. ", "cup cost 4", "<answer>kg^999999</answer>", "<answer>//</answer>", "<answer>nan</answer>"]
-    longest = ["", "9" * 10**6, "<answer>" * 10**5, "1>" * 10**6, "1 > 2 " * 10**5, "1+1=2." * 10**5, "<answer>" + "m " * 10**5, "1 a " * 10**5]
+    longest = ["", "9" * 10**6, "<answer>" * 10**5, "1>" * 10**6, "1 > 2 " * 10**5, "1+1=2." * 10**5, "<answer>" + "m " * 10**5, "1 a " * 10**5,
+               "a > b. " * 10**5, "-> = : " * 10**5, " " * 10**6, "\n" * 10**6, "Reasoning:" * 10**5]
     slowest = []
     for text in [*longest, *("".join(rng.choices(pieces, k=rng.randrange(9))) * rng.choice((1, 1, 1000)) for _ in range(300))]:
         for q in questions:
@@ -70,18 +82,6 @@ def verify_junk(name, questions):
             slowest.append(time.process_time() - began)
             assert score == 0.0, (q, text[:200])
     assert sorted(slowest)[-5] < 0.02            # a pass of the garbage collector or two do not count
-
-
-def test_table_gold_is_paid_and_mistakes_are_not():
-    verify_domain("table", table, table.PHRASINGS)
-
-
-def test_table_shares_of_mistakes(monkeypatch):
-    verify_mistakes("table", table, table.invites_mistake, monkeypatch)
-
-
-def test_table_junk():
-    verify_junk("table", drawn_of_each_kind(table, table.PHRASINGS, 1))
 
 
 def table_oracle(text):
@@ -195,18 +195,6 @@ def test_table_reasoning_may_be_in_other_words():
             assert task.verified(*task.reward(q, f"{text}\nAnswer: <answer>{answer}</answer>")), (q, text)
             kept += 1
     assert kept == 60 * 11
-
-
-def test_science_gold_is_paid_and_mistakes_are_not():
-    verify_domain("science", science, science.KINDS)
-
-
-def test_science_shares_of_mistakes(monkeypatch):
-    verify_mistakes("science", science, lambda q: q["kind"] == "sum", monkeypatch)
-
-
-def test_science_junk():
-    verify_junk("science", drawn_of_each_kind(science, science.KINDS, 1))
 
 
 PRIMES = {"kg": 2, "m": 3, "s": 5, "1": 1}               # products of them tell all units apart

@@ -13,7 +13,6 @@ import pytest
 
 import tasks
 from conftest import ROOT
-from mutants import SPECS, verified
 from tasks import _equations, _questions, _units, countdown, unit_conversion
 from tasks._pool import grade
 
@@ -183,7 +182,7 @@ def test_gold_is_paid_in_full(spec, stories):
     assert all(task.signature(task.solution(q)) for q in questions)
 
 
-@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "table", "science", "stories"])
+@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "stories"])
 def test_junk_is_paid_nothing_and_costs_nothing(spec, stories, no_collection):
     task, rng, slowest = tasks.load(stories if spec == "stories" else spec), random.Random(0), 0.0
     question = {"question": "", "answer": "7.25" if spec == "unit_conversion" else "725", "numbers": [7, 2, 5]}
@@ -332,10 +331,10 @@ def test_gsm8k_says_what_is_wrong(tmp_path, monkeypatch):
     for row, line in (('{"question": "q", "answer": "no number"}', 2), ('{"question": "q"}', 2), ("[]", 2), ("{", 2)):
         file = tmp_path / "train.jsonl"
         file.write_text(f'{json.dumps(problem(7))}\n{row}\n')
-        with pytest.raises(ValueError, match=rf"train.jsonl, line {line}, is no"):
+        with pytest.raises(ValueError, match=rf"train.jsonl(, row {line}, is no| can't be read)"):
             tasks.load(f"gsm8k:{tmp_path}").questions("train")
     file.write_text("\n")
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="has no questions"):
         tasks.load(f"gsm8k:{file}").questions("train")
     with pytest.raises(OSError, match="gsm8k:PATH names"):
         tasks.load(f"gsm8k:{tmp_path / 'nowhere'}")
@@ -672,12 +671,6 @@ def test_what_honest_people_write_is_not_false(text):
     assert all_true(f"1 + 1 = 2. {text}")
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_no_mutant_of_a_worked_solution_is_verified(spec, monkeypatch):
-    """2,000 of each: python tests/mutants.py."""
-    assert verified(spec, 60, seed=1, among=150) == []
-
-
 def test_some_equation_leads_from_the_question_to_the_answer(stories):
     task = tasks.load("unit_conversion")
     q = {"question": "How many hour are there per 344 day?", "answer": "8256", "n": "344", "from": "day", "to": "hour", "level": 1}
@@ -987,11 +980,3 @@ def test_signatures_are_of_what_is_computed():
     one = _equations.signature("First 2 × 3.50 = 7.0 km.\nThen 7+1,000 = 1007.")
     assert one == _equations.signature("2*3.5=<<2*3.5=7>>7, so 7 + 1000 = 1007.00") == "2*3.5=7 7+1000=1007"
     assert one not in (_equations.signature("7 + 1000 = 1007. 2 * 3.5 = 7"), _equations.signature("3.5 * 2 = 7. 7 + 1000 = 1007"))
-
-
-def test_bad_arguments_are_bad_input_to_a_stage():
-    from runtime.config import BadInput
-    from text.data import task_texts
-    for name, message in (("nothing", "There is no task"), ("unit_conversion:7", "a level, 1, 2 or 3"), ("gsm8k:no", "names a .jsonl file")):
-        with pytest.raises(BadInput, match=message):
-            task_texts(name, None)

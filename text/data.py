@@ -321,16 +321,13 @@ class TokenFile:
         while start < stop:
             end = min(stop, self.starts[shard + 1])
             offset = self.starts[shard]
-            parts.append(self.shard_ids(shard)[start - offset:end - offset])
+            if shard not in self.opened:
+                path = self.folder / self.shards[shard]["file"]
+                self.opened[shard] = open_ids(path, self.dtype, self.shards[shard]["tokens"])
+            parts.append(self.opened[shard][start - offset:end - offset])
             start = end
             shard += 1
         return np.concatenate(parts or [np.zeros(0, np.int64)], dtype=np.int64)
-
-    def shard_ids(self, shard):
-        if shard not in self.opened:
-            path = self.folder / self.shards[shard]["file"]
-            self.opened[shard] = open_ids(path, self.dtype, self.shards[shard]["tokens"])
-        return self.opened[shard]
 
     def __getstate__(self):
         return self.__dict__ | {"opened": {}}             # a loader process that is not forked opens its own

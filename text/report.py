@@ -1,4 +1,5 @@
 """Log output of train.py: the paragraph at the start, and metrics and a line for steps and evaluations."""
+from layers.lora import fingerprint
 from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
@@ -78,7 +79,8 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures
     run.log.metrics(
         step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
         tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
-        micro_batch=state.micro_batch, skipped_steps=state.skipped, moved=run.moved(), **figures, **timings)
+        micro_batch=state.micro_batch, skipped_steps=state.skipped, moved=run.moved(fingerprint(run.model)),
+        **figures, **timings)
     run.log.say(
         f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
         f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "

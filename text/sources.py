@@ -284,8 +284,11 @@ class Text:
     def __init__(self, path, start=0, stop=None):
         self.path = path
         self.name = path
-        self.start = start or bom_length(path)
+        self.start = start
         self.stop = path.stat().st_size if stop is None else stop
+        with open(path, "rb") as f:
+            if not start and f.read(3) == codecs.BOM_UTF8:
+                self.start = 3
 
     @property
     def size(self):
@@ -313,12 +316,6 @@ class Text:
                 begins_document = begins_document or i > 0
                 yield begins_document, part, len(piece) / len(parts)
                 begins_document = begins_document and not part
-
-
-def bom_length(path):
-    """Return the length of a file's byte order mark, 0 without one."""
-    with open(path, "rb") as f:
-        return 3 if f.read(3) == codecs.BOM_UTF8 else 0
 
 
 class JsonLines(Text):
@@ -424,7 +421,7 @@ class Rows:
         cut = int(at / self.width)
         if rows > FEW_ROWS:
             return self.parts(self.start + cut)
-        lengths = [len(text or "") for texts in self.batches() for text in texts]
+        lengths = [len(text or "") for text in self.texts()]
         scale = self.size / max(1, sum(lengths))
         ends = [end * scale for end in accumulate(lengths, initial=0)]
         row = min(bisect_right(ends, at), rows) - 1
@@ -433,7 +430,7 @@ class Rows:
                 return self.parts(self.start + cut)
         share = (at - ends[row]) / max(1, ends[row + 1] - ends[row])
         row += self.start
-        (text,) = [text for texts in self.part(row, row + 1).batches() for text in texts]
+        (text,) = self.part(row, row + 1).texts()
         head, tail = divide_document(self.name, text or "", share)
         return [self.part(self.start, row), head], [tail, self.part(row + 1, self.stop)]
 
@@ -447,15 +444,16 @@ class Rows:
         """Return the sources before a row and from it on."""
         return [self.part(self.start, row)], [self.part(row, self.stop)]
 
-    def fragments(self):
+    def texts(self):
+        """Yield the text of each row, None without one."""
         for texts in self.batches():
-            for text in texts:
-                yield True, text or "", self.width
+            yield from texts
+
+    def fragments(self):
+        return ((True, text or "", self.width) for text in self.texts())
 
     def raw(self):
-        for texts in self.batches():
-            for text in texts:
-                yield f"{len(text or '')} {text}".encode()
+        return (f"{len(text or '')} {text}".encode() for text in self.texts())
 
 
 class Parquet(Rows):
@@ -522,9 +520,7 @@ class HubRows(Rows):
         if not self.lines:
             yield from super().fragments()
             return
-        for i, piece in enumerate(pieces(self.joined_lines())):
+        joined = ("".join((line or " ").rstrip("\n") + "\n" for line in lines).encode()
+                  for lines in self.batches())
+        for i, piece in enumerate(pieces(joined)):
             yield i == 0, piece, len(piece)
-
-    def joined_lines(self):
-        for lines in self.batches():
-            yield "".join((line or " ").rstrip("\n") + "\n" for line in lines).encode()

@@ -213,7 +213,10 @@ class Tokenizer:
         messages = [] if system is None else [{"role": "system", "content": system or "a"}]
         for pair in (*examples, (text,)):
             messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair)]
-        with usable("The prompt"):
+        as_used = ["The prompt"]
+        if system:
+            as_used = ["The system message", "write its text into the question"]
+        with usable(*as_used):
             prompt = self.chat.render(messages, True)
             if system != "":
                 return self.chat.ids(prompt, self.encode)
@@ -382,7 +385,7 @@ def in_letters(token, letters):
 # --- Hugging Face's files ---
 
 @contextlib.contextmanager
-def usable(name):
+def usable(name, advice="correct it, or choose another"):
     """Raise BadInput for any exception from reading or using a tokenizer's files."""
     try:
         yield
@@ -390,7 +393,7 @@ def usable(name):
         raise
     except BaseException as e:               # panics of the library tokenizers are not Exceptions
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        raise BadInput(f"{name} can't be used ({reason}): correct it, or choose another.") from None
+        raise BadInput(f"{name} can't be used ({reason}): {advice}.") from None
 
 
 class TokenizerJson:

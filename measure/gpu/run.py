@@ -6,8 +6,9 @@
 
 Each stage of STAGES runs as a process with a time limit; a stage that no longer fits is skipped, and a failed
 stage does not stop the others. Each check appends a line to gpu.jsonl when its stage has ended: stage, name,
-status (ok | failed | skipped | timeout), seconds, figures, error, command; the first line has the card and
-the versions. Exit code 1 if a check failed or a stage timed out. Options, as --key=value:
+status (ok | failed | skipped | timeout), seconds of the stage in its first line, figures, error, command; the
+first line has the card and the versions. Exit code 1 if a check failed or a stage timed out. Options, as
+--key=value:
 """
 import contextlib
 import importlib.util
@@ -27,12 +28,10 @@ from typing import NamedTuple
 
 import torch
 
-from measure.report import outcome
 from measure.runs import ROOT, check_writable
 from runtime import config, guard
 from runtime.config import BadInput, PositiveFloat
 from runtime.progress import ProgressLine, clear
-from measure.gpu.table import heading, shown, table
 
 
 @dataclass
@@ -64,7 +63,7 @@ QWEN3 = ("bench.py --stage=train --model=qwen3-0.6b --block_size=8192 --batch_si
 SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
 GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --steps=3 --repeats=1"
 GENERATE = "bench.py --stage=generate --repeats=1"
-PYTEST = "-m pytest -q -m gpu -p measure.report -p no:cacheprovider"
+PYTEST = "-m pytest -v -m gpu -p no:cacheprovider"
 # the most informative first, since stages that no longer fit are skipped
 STAGES = (
     Stage("card", "-m measure.gpu.checks card", 10, 60),
@@ -88,31 +87,41 @@ STAGES = (
     Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", 30, 120,
           package="transformers"),
 )
-RATES = ("tokens_per_s", "completions_per_s")
 SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # resolved settings to record
 LOSS_OFF = 0.02                              # largest relative deviation between two runs of the same steps
-FAILURES = ("failed", "timeout")
+# {figure: its format in tables}
+SHOWN = {
+    "tests": "{}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "completions_per_s": "{:,.1f} completions/s",
+    "mfu": "MFU {:.1%}",
+    "of_limit": "{:.0%} of the limit",
+    "mbu": "MBU {:.0%}",
+    "tflops": "{:,.1f} TFLOP/s",
+    "gb_per_s": "{:,.0f} GB/s",
+    "of_nominal": "{:.0%} of nominal",
+    "ms": "{:.2f} ms",
+    "varied_ms": "{:.2f} at varied lengths",
+    "first_call_s": "first call {:.3f} s",
+    "step_ms": "a step {:,.2f} ms",
+    "floor_ms": "at least {:,.2f}",
+    "host_share": "host {:.0%}",
+    "rollout_s": "rollout {:.3f} s",
+    "update_s": "update {:.3f} s",
+    "peak_memory_gb": "{:.2f} GiB",
+    "utilization": "busy {:.0%}",
+    "speedup": "{:.2f} times {beside}",
+    "longer_outside_s": "{:+.1f} s for start and compiling",
+    "loss_off": "loss off by {:.2%}",
+    "over_generate": "{:.1f} times transformers' generate",
+}
 
 
-# --- gpu.jsonl ---
+# --- checks and their lines ---
 
-def read_lines(path):
-    """Return the complete lines of the last run in a gpu.jsonl. Raises BadInput if there are none."""
-    try:
-        texts = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): give the gpu.jsonl of a "
-                       "run.") from None
-    lines = []
-    for text in texts:
-        line = parsed(text)
-        if line.get("stage") == "card":
-            lines.clear()
-        if {"stage", "command", *outcome("")} <= line.keys():
-            lines.append(line)
-    if not lines:
-        raise BadInput(f"{path} holds no line of a run of measure.gpu.run: give the gpu.jsonl of one.")
-    return lines
+def outcome(name, status="ok", figures=None, error=None):
+    """Return the record of a check. status: ok | failed | skipped | timeout; error: a sentence if not ok."""
+    return {"name": name, "status": status, "seconds": None, "figures": figures or {}, "error": error}
 
 
 def parsed(text):
@@ -122,7 +131,80 @@ def parsed(text):
     return {}
 
 
-# --- a process ---
+def read_lines(path):
+    """Return the complete lines of the last run in a gpu.jsonl. Raises BadInput if there are none."""
+    try:
+        texts = Path(path).read_text(errors="replace").splitlines()
+    except OSError as e:
+        raise BadInput(f"{path} can't be read ({e.strerror}): give the gpu.jsonl of a run.") from None
+    lines = []
+    for line in map(parsed, texts):
+        if line.get("stage") == "card":
+            lines.clear()
+        if {"stage", "command", *outcome("")} <= line.keys():
+            lines.append(line)
+    if not lines:
+        raise BadInput(f"{path} holds no line of a run of measure.gpu.run: give the gpu.jsonl of one.")
+    return lines
+
+
+def checks_of_tests(printed):
+    """Return the checks in pytest's output: each failed test, and the counts."""
+    failed = [re.match(r"(?:FAILED|ERROR) (\S+::\S+)(?: - (.*))?$", line) for line in printed]
+    checks = [outcome(test[1], "failed", error=test[2]) for test in failed if test]
+    counts = [re.fullmatch(r"=+ (\d+ .*) in [\d.]+s.* =+", line) for line in printed]
+    return [outcome("tests", figures={"tests": found[1]}) for found in counts if found] + checks
+
+
+def checks_of_record(record):
+    """Return the checks in a record of bench.py."""
+    if record["mode"] == "profile":
+        consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
+        return [outcome("parts of a step", figures={"step_ms": record["ms_a_step"], "consumers": consumers})]
+    if record["stage"] == "generate":
+        return [outcome(case["work"], figures=case_figures(case)) for case in record["cases"]]
+    run = record["repeats"][0]
+    rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
+    figures = {
+        rate: statistics.median(record["rates"]["nanoRFT"]),
+        "of_limit": record["share"],
+        "mfu": record.get("mfu"),
+        "step_ms": 1e3 * record["step_s"],
+        "settings": {name: record["settings"].get(name) for name in SETTINGS},
+    }
+    names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization")
+    figures |= record["parts"] | {name: run[name] for name in names}
+    return [outcome(record["what"], figures=figures)]
+
+
+def case_figures(case):
+    """Return the figures of a case of bench.py --stage=generate."""
+    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "by_length")
+    figures = {name: case[name] for name in names if name in case}
+    figures["of_limit"] = case["tokens_per_s"] / case["limit"]
+    parts = {part: case.get(f"{part}_s", 0.0) for part in ("prefill", "decode", "draw", "host")}
+    return figures | {f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()}
+
+
+def compare(line, other):
+    """Add the comparison with an earlier stage to a line: speed, seconds outside of the measured steps
+    (compilation) and, of training, last loss. After the same training steps, a loss that deviates by more
+    than LOSS_OFF fails the check."""
+    ours = line["figures"]
+    theirs = other["figures"]
+    for rate in {"tokens_per_s", "completions_per_s"} & ours.keys() & theirs.keys():
+        ours["beside"] = other["stage"]
+        ours["speedup"] = ours[rate] / theirs[rate]
+        ours["longer_outside_s"] = ours["outside_s"] - theirs["outside_s"]
+    if "tokens_per_s" not in ours or "speedup" not in ours:
+        return
+    ours["loss_off"] = abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
+    if not ours["loss_off"] <= LOSS_OFF:
+        line["status"] = "failed"
+        line["error"] = f"its loss, {ours['loss']:.4f}, is not that of {other['stage']}, {theirs['loss']:.4f}"
+
+
+# --- a stage ---
 
 def run_process(command, timeout, log, env):
     """Run a command whose output goes to the file log. Return (exit code, or None if it was killed after
@@ -145,7 +227,7 @@ def run_process(command, timeout, log, env):
 
 
 def error_message(printed):
-    """Return the error message in the last lines of a process, leaving records out."""
+    """Return the error message in the last lines of a process, else the last line; leave records out."""
     lines = [line.strip() for line in printed[-50:] if line.strip() and not parsed(line)]
     for pattern in (r"error: ", r"(\[rank\d+\]:\s*)?[\w.]*(Error|Exception|Exit|Interrupt)\b"):
         errors = [line for line in lines if re.match(pattern, line)]
@@ -153,8 +235,6 @@ def error_message(printed):
             return errors[-1].removeprefix("error: ")
     return lines[-1] if lines else "no output"
 
-
-# --- a stage ---
 
 def reason_to_skip(stage, seconds_left):
     """Return the reason why a stage can't run; None if it can."""
@@ -178,92 +258,76 @@ def run_stage(stage, seconds_left, log, folder):
     if words[0] == "bench.py":
         words.append(f"--output={record}")
     timeout = min(stage.timeout, seconds_left)
+    # fresh compile caches; temporary files that are removed with the folder even if the process is killed
+    env = os.environ | {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+                        "TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": f"{folder}/cache",
+                        "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}           # pytest cuts messages to them
     log.write(f"\n== {stage.name}: {head['command']}\n")
     log.flush()
     start = time.monotonic()
     with ProgressLine(f"running {stage.name}"):
-        code, printed = run_process([sys.executable, *words], timeout, log, environment(folder))
+        code, printed = run_process([sys.executable, *words], timeout, log, env)
     seconds = round(time.monotonic() - start, 3)
-    records = [content for content in map(parsed, printed) if content]
-    lines = [head | content for content in records if content.keys() == outcome("").keys()]
-    running = f" in {records[-1]['begins']}" if records and "begins" in records[-1] else ""        # a test
-    tests_failed = code == 1 and lines and "pytest" in words           # reported test by test
+    checks = [content for content in map(parsed, printed) if content.keys() == outcome("").keys()]
+    checks += checks_of_tests(printed) if "pytest" in words else []
+    if record.exists():
+        checks += checks_of_record(json.loads(record.read_text()))
     if code is None:
-        error = f"ended after {timeout:.0f} s{running}"
-        lines.append(head | outcome(stage.name, "timeout", seconds, error=error))
-    elif code and not tests_failed:
-        error = f"exit code {code}{running}: {error_message(printed)}"
-        lines.append(head | outcome(stage.name, "failed", seconds, error=error))
-    elif record.exists():
-        lines += [head | outcome(*check) for check in figures_of(json.loads(record.read_text()))]
-    elif not lines:
-        lines.append(head | outcome(stage.name, "failed", error="it reported no check"))
-    if not any(line["seconds"] for line in lines):
-        lines[0]["seconds"] = seconds        # of the process, at its first check
-    return lines
+        error = f"ended after {timeout:.0f} s; its last message: {error_message(printed)}"
+        checks.append(outcome(stage.name, "timeout", error=error))
+    elif code and not any(check["name"] == "tests" for check in checks):      # else pytest named the failures
+        checks.append(outcome(stage.name, "failed", error=f"exit code {code}: {error_message(printed)}"))
+    elif not checks:
+        checks.append(outcome(stage.name, "failed", error="it reported no check"))
+    checks[0]["seconds"] = seconds
+    return [head | check for check in checks]
 
 
-def environment(folder):
-    """Return the environment of a stage: fresh compile caches, and temporary files that are removed with the
-    folder even if the process is killed."""
-    return os.environ | {
-        "TMPDIR": folder,
-        "PYTHONUNBUFFERED": "1",
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-        "TRITON_CACHE_DIR": f"{folder}/triton",
-        "XDG_CACHE_HOME": f"{folder}/cache",
-    }
+# --- the table ---
+
+def shown(figures):
+    """Return the text of a check's figures."""
+    known = {key: figures[key] for key in SHOWN if figures.get(key) is not None}
+    texts = [SHOWN[key].format(value, beside=figures.get("beside")) for key, value in known.items()]
+    texts += [f"{name[:40]} {share:.0%}" for name, share in list(figures.get("consumers", {}).items())[:4]]
+    return ", ".join(texts)
 
 
-def figures_of(record):
-    """Return [the arguments of outcome()] for the checks in a record of bench.py."""
-    if record["mode"] == "profile":
-        consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
-        return [("parts of a step", "ok", None, {"step_ms": record["ms_a_step"], "consumers": consumers})]
-    if record["stage"] == "generate":
-        return [(case["work"], "ok", None, case_figures(case)) for case in record["cases"]]
-    run = record["repeats"][0]
-    rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
-    figures = {
-        rate: statistics.median(record["rates"]["nanoRFT"]),
-        "of_limit": record["share"],
-        "mfu": record.get("mfu"),
-        "step_ms": 1e3 * record["step_s"],
-        "settings": {name: record["settings"].get(name) for name in SETTINGS},
-    }
-    names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization")
-    return [(record["what"], "ok", None, figures | record["parts"] | {name: run[name] for name in names})]
+def table(lines):
+    """Return the Markdown table of a run: a line about the card, then a row for each check."""
+    rows = []
+    if lines[0]["stage"] == "card":
+        rows = [heading(lines[0]), ""]
+        lines = lines[1:]
+    rows += ["| stage | check | result | s | by |", "|---|---|---|---|---|"]
+    before = None
+    for line in lines:
+        result = shown(line["figures"])
+        if line["status"] != "ok":
+            result = ", ".join(filter(None, (f"**{line['status']}**: {line['error']}", result)))
+        name = line["name"].rpartition("::")[2]
+        seconds = "" if line["seconds"] is None else f"{line['seconds']:.0f}"
+        command = "" if line["stage"] == before else f"`{line['command']}`"       # in the stage's first row
+        before = line["stage"]
+        cells = [" ".join(text.replace("|", "/").split())[:400]
+                 for text in (before, name, result, seconds, command)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
-def case_figures(case):
-    """Return the figures of a case of bench.py --stage=generate."""
-    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "by_length")
-    figures = {name: case[name] for name in names if name in case}
-    figures["of_limit"] = case["tokens_per_s"] / case["limit"]
-    parts = {part: case.get(f"{part}_s", 0.0) for part in ("prefill", "decode", "draw", "host")}
-    for part, seconds in parts.items():
-        figures[f"{part}_share"] = seconds / sum(parts.values())
-    return figures
-
-
-def compare(line, other):
-    """Add the comparison with an earlier stage to a line: speed, seconds outside of the measured steps
-    (compilation) and last loss. After the same training steps, a loss that deviates by more than LOSS_OFF
-    fails the check."""
-    ours = line["figures"]
-    theirs = other["figures"]
-    rate = next((rate for rate in RATES if rate in ours and rate in theirs), None)
-    if not rate:
-        return
-    ours["beside"] = other["stage"]
-    ours["speedup"] = ours[rate] / theirs[rate]
-    ours["longer_outside_s"] = ours["outside_s"] - theirs["outside_s"]
-    if rate == "completions_per_s":
-        return
-    ours["loss_off"] = abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
-    if not ours["loss_off"] <= LOSS_OFF:
-        line["status"] = "failed"
-        line["error"] = f"its loss, {ours['loss']:.4f}, is not that of {other['stage']}, {theirs['loss']:.4f}"
+def heading(card):
+    """Return the sentence about the hardware and versions above a table."""
+    if card["status"] != "ok":
+        return f"The card is unknown: {card['status']}, {card['error']}."
+    facts = card["figures"]
+    hardware = [f"{max(1, facts['cards'])} × {card['name']}", f"{facts['memory_gb']} GiB"]
+    if facts["nominal"]:
+        hardware.append(f"nominal {facts['nominal'][facts['dtype']]:g} TFLOP/s in {facts['dtype']}")
+        hardware.append(f"{facts['nominal_tb_per_s']:g} TB/s")
+    if facts["power_limit"]:
+        hardware.append(facts["power_limit"])
+    versions = [f"{name} {facts[name]}" for name in ("driver", "torch", "cuda", "cudnn") if facts[name]]
+    return f"{', '.join(hardware)}; {', '.join(versions)}; {facts['date'][:10]}, commit {facts['commit']}."
 
 
 # --- main ---
@@ -299,7 +363,7 @@ def check_output(path):
 
 
 def run(cfg, stages, path):
-    """Run the stages, append the lines of their checks to the file, and return them."""
+    """Run the stages, print their checks, append their lines to the file, and return them."""
     deadline = time.monotonic() + cfg.seconds
     lines = []
     first = {}                               # {stage: its first line that is ok}
@@ -312,22 +376,14 @@ def run(cfg, stages, path):
                     first.setdefault(stage.name, line)
                     if stage.beside in first:
                         compare(line, first[stage.beside])
-                print_check(line)
+                clear()
+                result = f"{line['status']}: {line['error']}" if line["error"] else shown(line["figures"])
+                print(heading(line) if stage.name == "card" else f"{stage.name}: {line['name']}: {result}",
+                      flush=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in checks)
             lines += checks
     return lines
-
-
-def print_check(line):
-    """Print a check; of tests only those that are not ok."""
-    clear()
-    if line["stage"] == "card":
-        print(heading(line), flush=True)
-    elif line["status"] != "ok":
-        print(f"{line['stage']}: {line['name']}: {line['status']}: {line['error']}", flush=True)
-    elif "pytest" not in line["command"]:
-        print(f"{line['stage']}: {line['name']}: {shown(line['figures'])}", flush=True)
 
 
 def main(argv):
@@ -343,7 +399,7 @@ def main(argv):
         signal.signal(number, signal.default_int_handler)
     lines = run(cfg, stages, path)
     print(f"\n{table(lines)}\n\nAll figures: {path}")
-    return int(any(line["status"] in FAILURES for line in lines))
+    return int(any(line["status"] in ("failed", "timeout") for line in lines))
 
 
 if __name__ == "__main__":
