@@ -225,7 +225,8 @@ class Comparison:
             return max(1, round(base["steps"] * seconds_at(self.out / "base-0", few) / seconds_at(folder, few)))
         self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
         short, longer = (self.state["runs"][f"{arm}-{name}"]["seconds"] for name in ("probe", "probe2"))
-        return max(1, round(few + 4 * few * (base["seconds"] - short) / (longer - short)))
+        of_one = max(longer - short, longer / 10) / (4 * few)                    # the probes differ by noise too
+        return max(1, round(few + (base["seconds"] - short) / of_one))
 
     def answer(self, name, model, seed):
         """Have eval.py answer the questions, unless it has done so before, and return its two files, greedy

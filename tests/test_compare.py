@@ -258,14 +258,15 @@ def test_a_comparison_resumes_and_refuses_another_command(start, tmp_path, monke
 
 
 def test_equal_seconds_follow_from_the_first_steps(start, tmp_path, monkeypatch):
-    """An arm that takes twice the seconds a step gets half the steps, and the control rft the questions."""
+    """An arm that takes twice the seconds a step gets half the steps, and the control rft the questions: 200 take 10
+    seconds and 1,000 take 22, so 70 seconds are enough for 4,200."""
     out = tmp_path / "out"
     cfg, commands = loaded(f"--start={start}", "--command=grpo.py config/grpo.py --max_steps=40", "--arm=slow: --k_samples=16",
                            "--controls=rft", "--budget=seconds", f"--out_dir={out}", "--questions=20")
     comparison = compare.Comparison(cfg, commands)
 
     def run(name, command, seed, start):
-        comparison.state["runs"][name] = {"seconds": 10.0, "steps": 10}
+        comparison.state["runs"][name] = {"seconds": 22.0 if "probe2" in name else 10.0, "steps": 10}
         (out / name).mkdir()
         lines = [{"step": n, "lr": 1, "seconds": (4.0 if "slow" in name else 2.0) * n} for n in range(1, 11)]
         (out / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -274,5 +275,5 @@ def test_equal_seconds_follow_from_the_first_steps(start, tmp_path, monkeypatch)
     run("base-0", "", 0, "")
     comparison.state["runs"]["base-0"] = {"seconds": 70.0, "steps": 40}
     assert comparison.command("slow").endswith("--k_samples=16 --max_steps=20")
-    assert "--num_questions=1400 &&" in comparison.command("rft") and "max_steps=40" in comparison.command("base")
+    assert "--num_questions=4200 &&" in comparison.command("rft") and "max_steps=40" in comparison.command("base")
     assert runs.seconds_at(out / "slow-probe", 3) == 4
