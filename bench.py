@@ -16,8 +16,7 @@ work.
 
 train.py, datagen.py and grpo.py run as processes, and the figures come from their logs: medians over the
 steps after a warm-up. Compared runs share weights or shapes, data and precision, and alternate. Each call
-writes its figures and the hardware and versions to bench_results/, as JSON. Options, as
---key=value:
+writes its figures and the hardware and versions to bench_results/, as JSON.
 """
 import contextlib
 import importlib

@@ -9,7 +9,7 @@ questions, beside controls, with intervals that hold when seeds are added after 
 A command is a script with its options, or several stages, SCRIPT ... && SCRIPT ..., each from the model of
 the stage before. compare.py adds --init_from, --seed, --out_dir and datagen.py's data where they are not
 given; {start}, {seed} and {out} stand for start, seed and the run's folder. The same call resumes; finished
-runs are not repeated. Options, as --key=value:
+runs are not repeated.
 """
 import importlib
 import json

@@ -6,7 +6,7 @@
 
 Writes data/rft.json, [[question, answer, reasoning], ...] (of an episode, a list of the model's and the
 environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The
-same command resumes an interrupted run from that log. Options, as --key=value:
+same command resumes an interrupted run from that log.
 """
 import dataclasses
 import glob

@@ -8,7 +8,7 @@
     torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
 
 On a text, every token but the first is predicted once, from at least block_size - stride tokens (at the
-start, from all that precede it); no token is prepended. Options, as --key=value:
+start, from all that precede it); no token is prepended.
 """
 import contextlib
 import gc

@@ -8,7 +8,7 @@ Shao et al. 2024).
 
 In each step the model samples k_samples completions for each question and a verifier grades them. Completions
 that score above their group's mean become more likely, those below it less likely. Shapes: B sequences, T
-positions, G groups, K completions per group. Options, as --key=value:
+positions, G groups, K completions per group.
 """
 import dataclasses
 import math

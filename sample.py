@@ -5,8 +5,6 @@
     python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --chat         /reset, /temperature 0.7; Ctrl-D ends
     python sample.py out/base --interactive                                   one independent prompt per line
     torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
-
-Options, as --key=value:
 """
 import dataclasses
 import random

@@ -8,8 +8,6 @@
     python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
         --lora_rank=16 --optimizer=adamw
     torchrun --nproc_per_node=2 train.py config/...
-
-Options, as --key=value:
 """
 import dataclasses
 from dataclasses import dataclass

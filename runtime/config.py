@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from runtime.usage import help_text, is_first_rank, load_package
+from runtime.usage import is_first_rank, load_package
 
 # Options that are not inherited from the run that is resumed, which has a copy of its tokenizer
 NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only", "tokenizer")
@@ -108,6 +108,7 @@ def read_arguments(Config, argv, positional=None):
         if any("\ud800" <= c <= "\udfff" for c in arg):       # undecodable bytes
             raise BadInput(f"{ascii(arg)} is not UTF-8: encode it as UTF-8.")
         if arg in ("-h", "--help"):
+            from runtime.help import help_text
             print(help_text(Path(inspect.getfile(Config)).read_text(encoding="utf-8")))
             sys.exit(0)
         elif arg.startswith("--"):

@@ -7,8 +7,7 @@
 Each stage of STAGES runs as a process with a time limit; a stage that no longer fits is skipped, and a failed
 stage does not stop the others. Each check appends a line to gpu.jsonl when its stage has ended: stage, name,
 status (ok | failed | skipped | timeout), seconds of the stage in its first line, figures, error, command; the
-first line has the card and the versions. Exit code 1 if a check failed or a stage timed out. Options, as
---key=value:
+first line has the card and the versions. Exit code 1 if a check failed or a stage timed out.
 """
 import contextlib
 import importlib.util
