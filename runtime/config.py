@@ -126,8 +126,8 @@ def read_arguments(Config, argv, positional=None):
         elif positional and positional not in given:
             given[positional] = arg
         else:
-            raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form "
-                           "--key=value.")
+            from runtime.unknown import answer_to_word
+            raise BadInput(answer_to_word(arg, fields))
     check_paths(given, fields)
     return given
 
@@ -266,9 +266,8 @@ def read_file(path):
 def check_known(key, fields, source):
     """Raise BadInput for a key that is no field. source: the flag, or the file and the name."""
     if key not in fields:
-        near = difflib.get_close_matches(key.replace("-", "_"), fields, n=1)
-        raise BadInput(f"{source} is not an "
-                       f"option{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
+        from runtime.unknown import answer_to_option
+        raise BadInput(answer_to_option(key, source, fields))
 
 
 def choices(hint):
