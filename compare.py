@@ -41,7 +41,7 @@ from runtime.log import for_json
 class Config:
     # the experiment
     start: str = ""                          # the run folder or model that every run begins with
-    start_command: str = ""                  # or a command that makes such a model for each seed
+    start_command: str = ""                  # instead of start: makes a model for each seed
     command: str = "grpo.py config/grpo.py"  # the base: the command with which arms are compared
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated

@@ -57,7 +57,7 @@ class Config:
     overwrite: bool = False                  # start over instead of resuming from the logged attempts (ranks
                                              # that torchrun or SLURM restarts resume)
     # questions
-    split: Literal["train", "valid"] = "train"
+    split: Literal["train", "valid"] = "train"     # of the task's questions
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
                                              # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model

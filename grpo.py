@@ -108,8 +108,8 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
     learning_rate: NonNegativeFloat | None = None     # None: 3e-4 for a million parameters, less for more
                                              # (docs/training.md), 2e-4 with LoRA
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
+    optimizer: Literal["adamw", "muon"] = "adamw"     # muon: of the matrices inside blocks; AdamW of the rest
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"  # wsd: decay at the end
     warmup_steps: NonNegativeInt = 5         # steps in which the rate rises
     # machine
     tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see batch.token_cost;

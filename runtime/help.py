@@ -1,7 +1,6 @@
 """The text of --help, from the source of a script: its docstring, and the fields of its Config with their
 comments. Loaded when --help is asked; it imports neither the script nor PyTorch."""
 import ast
-import io
 import shutil
 import textwrap
 import tokenize
@@ -79,9 +78,13 @@ def sections_of(source):
 def options_in(body, source):
     """Return {heading: [Option, ...]} of a class body. A comment in the fields' column is a heading; any other
     belongs to the field above it."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = source.splitlines(keepends=True)
+    last = body.end_lineno
+    while last < len(lines) and lines[last].lstrip().startswith("#"):    # the last field's comment
+        last += 1
+    tokens = tokenize.generate_tokens(iter(lines[:last]).__next__)
     comments = [(*token.start, token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
-    ends = [node.lineno for node in body.body[1:]] + [body.end_lineno + 1]
+    ends = [node.lineno for node in body.body[1:]] + [last + 1]
     sections = {}
     heading = ""
     start = body.lineno
@@ -93,19 +96,22 @@ def options_in(body, source):
                 heading = text
         own = [text for line, column, text in comments if node.lineno <= line < end and column > node.col_offset]
         if isinstance(node, ast.AnnAssign):
-            sections.setdefault(heading, []).append(option_of(node, source, " ".join(own)))
+            sections.setdefault(heading, []).append(option_of(node, lines, " ".join(own)))
         start = node.lineno
     return sections
 
 
-def option_of(node, source, comment):
+def option_of(node, lines, comment):
+    """Return the Option of a field. lines: of the source."""
     choices = []
-    for part in ast.unparse(node.annotation).split(" | "):
+    annotation = ast.unparse(node.annotation)
+    for part in annotation.split(" | ") if "Literal[" in annotation else []:
         if part.startswith("Literal"):
             choices += ast.literal_eval(part.removeprefix("Literal[").removesuffix("]") + ",")
         else:
             choices.append({"None": "None", "bool": "true | false"}.get(part, "a number"))
-    default = ast.get_source_segment(source, node.value)      # 1e-3, not 0.001
+    value = node.value
+    default = lines[value.lineno - 1][value.col_offset:value.end_col_offset]     # 1e-3, not 0.001
     if default == "()" or default[0] == '"':
         default = default[1:-1]
-    return Option(node.target.id, default, choices if "Literal[" in ast.unparse(node.annotation) else [], comment)
+    return Option(node.target.id, default, choices, comment)

@@ -1,12 +1,13 @@
 """The answer to an option or a word that a script does not know. Options of other tools (nanoGPT, HF Trainer, TRL,
 verl, vLLM, guides) are answered by their names here. Loaded when such a word was met."""
 import difflib
+from functools import cache
 from pathlib import Path
 
 from runtime.help import sections_of
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("train", "grpo", "datagen", "eval", "sample", "compare", "bench")
+SCRIPTS = ("train", "grpo", "datagen", "eval", "sample")
 DATA = (".json", ".jsonl", ".txt", ".csv", ".parquet")
 
 # ours: theirs. Of several names of ours, the first that the script has is the answer.
@@ -88,10 +89,11 @@ def answer_to_option(key, source, fields):
     for sentence, theirs in SENTENCES.items():
         if name in theirs.split():
             return f"{source} is not an option: {sentence}."
-    for option in [*ours, name]:
-        if scripts := scripts_with(option.partition("=")[0]):
-            have = "have" if scripts[1:] else "has"
-            return f"{source} is not an option here: {' and '.join(scripts)} {have} --{option}."
+    for option in [name, *ours]:
+        *others, last = scripts_with(option.partition("=")[0]) or [None]
+        if last:
+            who = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+            return f"{source} is not an option here: {who} --{option}."
     near = difflib.get_close_matches(name, fields, n=1)
     return f"{source} is not an option{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}"
 
@@ -107,12 +109,13 @@ def names_here(name):
 
 def scripts_with(option):
     """Return the scripts, such as train.py, that have an option."""
-    found = []
-    for script in SCRIPTS:
-        sections = sections_of((ROOT / f"{script}.py").read_text(encoding="utf-8"))
-        if any(option == other.name for options in sections.values() for other in options):
-            found.append(f"{script}.py")
-    return found
+    return [f"{script}.py" for script in SCRIPTS if option in options_of(script)]
+
+
+@cache
+def options_of(script):
+    sections = sections_of((ROOT / f"{script}.py").read_text(encoding="utf-8"))
+    return {option.name for options in sections.values() for option in options}
 
 
 def answer_to_word(word, fields):
