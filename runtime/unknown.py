@@ -27,7 +27,7 @@ gradient_accumulation_steps tokens_per_micro_batch: grad_accum grad_accum_steps 
 block_size max_prompt_tokens max_new_tokens: max_seq_length max_seq_len seq_length seq_len sequence_length \
     max_length context_length context_size n_ctx max_position_embeddings max_model_len
 max_new_tokens: max_completion_length max_response_length response_length max_tokens max_gen_len n_predict
-n_layer: num_layers num_hidden_layers n_layers depth
+n_layer: num_layers num_hidden_layers depth
 n_head: num_heads num_attention_heads n_heads
 n_kv_head: num_key_value_heads num_kv_heads n_kv_heads
 n_embd: d_model hidden_size hidden_dim embed_dim n_embed model_dim dim
