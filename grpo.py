@@ -3,7 +3,7 @@ Shao et al. 2024).
 
     python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion
     python grpo.py config/grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl
-    python grpo.py --init_from=resume --out_dir=out/grpo
+    python grpo.py config/grpo.py --init_from=out/rft --out_dir=out/grpo --resume=auto
     torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=...
 
 In each step the model samples k_samples completions for each question and a verifier grades them. Completions
@@ -56,7 +56,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, rollouts/,
                                              # training.log
     init_from: str = "out/rft"               # run folder, Hugging Face folder, GGUF file or hub name; resume:
-                                             # the run in out_dir
+                                             # the run in out_dir, see --resume
     # questions and their rewards
     task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or your own file.py with
                                              # reward(question, completion); several: NAME@WEIGHT+NAME, in a

@@ -3,7 +3,7 @@
     python train.py                                     a small model on generated text, on any machine
     python train.py --dataset=book.txt --out_dir=out/book
     python train.py config/cpu_small.py --learning_rate=0.02
-    python train.py --init_from=resume --out_dir=out/book
+    python train.py --dataset=book.txt --out_dir=out/book --resume=auto
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
         --lora_rank=16 --optimizer=adamw
@@ -45,8 +45,8 @@ from text.tokenizer import Tokenizer
 class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints, ...
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
-    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
-                                             # Face folder, GGUF file or hub name
+    init_from: str = "scratch"               # scratch, a run folder, a Hugging Face folder, GGUF file or hub
+                                             # name; resume: the run in out_dir, see --resume
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of

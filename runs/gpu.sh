@@ -8,7 +8,7 @@ python=${PYTHON:-python3}
 "$python" -c "import sys; from importlib.util import find_spec; sys.exit(not find_spec('torch'))" ||
     python=.venv/bin/python
 [ -x "$(command -v "$python")" ] || {
-    echo "error: PyTorch is not installed: install a CUDA build (2.11 or newer), or set PYTHON=." >&2
+    echo "error: PyTorch is not installed: install a CUDA build of torch >= 2.11, or set PYTHON=." >&2
     exit 2
 }
 seconds=540

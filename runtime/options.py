@@ -16,7 +16,7 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 @dataclass
 class RunOptions:
     # the run
-    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir, else start one
+    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir, or start it
     overwrite: bool = False                  # replace the run in out_dir
     # optimizer
     cooldown: UnitInterval = 0.4             # of wsd: fraction of steps in which the rate decays
