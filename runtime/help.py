@@ -94,7 +94,8 @@ def options_in(body, source):
         for line, column, text in comments:
             if start < line < node.lineno and column == node.col_offset:
                 heading = text
-        own = [text for line, column, text in comments if node.lineno <= line < end and column > node.col_offset]
+        own = [text for line, column, text in comments
+               if node.lineno <= line < end and column > node.col_offset]
         if isinstance(node, ast.AnnAssign):
             sections.setdefault(heading, []).append(option_of(node, lines, " ".join(own)))
         start = node.lineno

@@ -1,4 +1,4 @@
-"""The answer to an option or a word that a script does not know. Options of other tools (nanoGPT, HF Trainer, TRL,
+"""The answer to an option or a word that a script does not know. Options of other tools (nanoGPT, Trainer, TRL,
 verl, vLLM, guides) are answered by their names here. Loaded when such a word was met."""
 import difflib
 from functools import cache
@@ -37,7 +37,7 @@ dtype=auto: mixed_precision use_amp amp amp_dtype precision torch_dtype
 dtype=bf16: bf16 bfloat16 use_bf16
 dtype=fp16: fp16 float16 half fp16_opt_level
 out_dir output: output_dir checkpoint_dir checkpoint_path save_dir save_path ckpt_dir logging_dir log_dir
-init_from start model models run: model_name_or_path model_name pretrained_model_name_or_path base_model model_path
+init_from start model models run: model_name_or_path model_name pretrained_model_name_or_path base_model
 resume=auto: resume_from_checkpoint resume_from auto_resume resume_training resume_mode
 dataset task: dataset_name train_files train_file data_path data train_data dataset_path data_files
 task: reward_funcs reward_fn reward_function reward_model custom_reward_function env environment verifier
@@ -63,14 +63,14 @@ surgery=pcgrad: pcgrad use_pcgrad gradient_surgery
 wandb: report_to use_wandb wandb_log wandb_project
 """
 SENTENCES = {
-    "torchrun --nproc_per_node=N runs a script on N GPUs": "use_ddp ddp num_gpus n_gpus gpus world_size local_rank "
-        "rank nproc_per_node n_gpus_per_node nnodes num_processes tensor_parallel_size tensor_model_parallel_size",
+    "torchrun --nproc_per_node=N runs a script on N GPUs": "use_ddp ddp num_gpus gpus world_size local_rank "
+        "nproc_per_node n_gpus_per_node nnodes num_processes tensor_parallel_size tensor_model_parallel_size",
     "config files are given alone, as in python SCRIPT.py FILE.py": "config config_file config_path cfg",
-    "samples come from engine/, which takes the memory that is free": "use_vllm vllm_mode gpu_memory_utilization "
-        "vllm_gpu_memory_utilization max_num_seqs enforce_eager",
-    "datagen.py and compare.py resume when their command is repeated": "resume resume_from_checkpoint resume_from",
+    "samples come from engine/, which takes the memory that is free": "use_vllm vllm_mode max_num_seqs "
+        "gpu_memory_utilization vllm_gpu_memory_utilization enforce_eager",
+    "datagen.py and compare.py resume when their command is repeated": "resume resume_from_checkpoint",
     "weights are not quantised here": "load_in_4bit load_in_8bit quantization use_qlora qlora",
-    "GRPO has no critic, since the mean of a group is its baseline": "critic critic_lr vf_coef gae_lambda lam gamma",
+    "GRPO has no critic, since the mean of a group is its baseline": "critic vf_coef gae_lambda lam gamma",
     "no loss has an entropy bonus": "ent_coef entropy_coef entropy_coeff entropy_bonus",
 }
 
@@ -99,7 +99,7 @@ def answer_to_option(key, source, fields):
 
 
 def names_here(name):
-    """Return the options that mean the same as another tool's, or as another script's of ours; [] if none do."""
+    """Return the options that mean what another tool's does, or another script's of ours; [] if none do."""
     for line in OPTIONS.strip().splitlines():
         ours, theirs = (half.split() for half in line.split(":"))
         if name in theirs or name in [option.partition("=")[0] for option in ours]:
