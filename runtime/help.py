@@ -76,14 +76,15 @@ def sections_of(source):
 
 
 def options_in(body, source):
-    """Return {heading: [Option, ...]} of a class body. A comment in the fields' column is a heading; any other
-    belongs to the field above it."""
+    """Return {heading: [Option, ...]} of a class body. A comment in the fields' column is a heading; any
+    other belongs to the field above it."""
     lines = source.splitlines(keepends=True)
     last = body.end_lineno
     while last < len(lines) and lines[last].lstrip().startswith("#"):    # the last field's comment
         last += 1
     tokens = tokenize.generate_tokens(iter(lines[:last]).__next__)
-    comments = [(*token.start, token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
+    comments = [(*token.start, token.string.lstrip("# "))
+                for token in tokens if token.type == tokenize.COMMENT]
     ends = [node.lineno for node in body.body[1:]] + [last + 1]
     sections = {}
     heading = ""

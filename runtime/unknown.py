@@ -1,5 +1,5 @@
-"""The answer to an option or a word that a script does not know. Options of other tools (nanoGPT, Trainer, TRL,
-verl, vLLM, guides) are answered by their names here. Loaded when such a word was met."""
+"""The answer to an option or a word that a script does not know. Options of other tools (nanoGPT, Trainer,
+TRL, verl, vLLM, guides) are answered by their names here. Loaded when such a word was met."""
 import difflib
 from functools import cache
 from pathlib import Path
@@ -41,7 +41,7 @@ init_from start model models run: model_name_or_path model_name pretrained_model
 resume=auto: resume_from_checkpoint resume_from auto_resume resume_training resume_mode
 dataset task: dataset_name train_files train_file data_path data train_data dataset_path data_files
 task: reward_funcs reward_fn reward_function reward_model custom_reward_function env environment verifier
-k_samples oversample num_samples: num_generations num_return_sequences group_size n rollout_n best_of n_samples
+k_samples oversample num_samples: num_generations num_return_sequences group_size n best_of n_samples
 num_questions: max_train_samples max_samples max_eval_samples limit num_prompts
 beta: kl_coef kl_coeff kl_loss_coef init_kl_coef kl_penalty use_kl_loss kl_weight
 clip_low: clip_ratio cliprange epsilon clip_eps clip_range clip_ratio_low
@@ -119,7 +119,7 @@ def options_of(script):
 
 
 def answer_to_word(word, fields):
-    """Return the sentence for a word that is neither a config file nor a flag. fields: the script's options."""
+    """Return the sentence for a word that is neither a config file nor a flag. fields: of the script."""
     path = Path(word)
     is_model = path.suffix == ".gguf" or (path / "config.json").exists()
     wanted = ["init_from", "start"] if is_model else ["dataset", "output"] if path.suffix in DATA else []

@@ -1,5 +1,5 @@
-"""The start of a script, before PyTorch is imported: --help, a message while PyTorch loads, and output streams
-that survive a closed terminal or pipe."""
+"""The start of a script, before PyTorch is imported: --help, a message while PyTorch loads, and output
+streams that survive a closed terminal or pipe."""
 import contextlib
 import errno
 import importlib
