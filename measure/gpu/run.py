@@ -88,12 +88,12 @@ STAGES = (
     Stage("ladder-train", f"{TRAIN} --ladder --model=gpt2 --steps=8", 60, 300),
     Stage("ladder-sft", f"{SFT} --ladder --steps=4", 60, 240),
     Stage("ladder-grpo", f"{GRPO} --ladder", 60, 240, package="tokenizers"),
-    Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
     # speed
     Stage("ceilings", "-m measure.gpu.checks ceilings", 10, 60),
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
     Stage("train-eager", f"{GPT2} --compile=false", 25, 120, package="tokenizers"),
     Stage("train", GPT2, 40, 150, "train-eager", "tokenizers"),
+    Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
           25, 90),
     Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", 25, 90),
