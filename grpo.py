@@ -131,7 +131,6 @@ class Config(RunOptions):
     # speed: bench.py --ladder measures the gain of each
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
     # Not an option: learning_rate where that is None, see optim.default_learning_rate
@@ -172,9 +171,10 @@ def check(cfg):
                        "divergence alone.")
     if cfg.distill == "forward" and not cfg.teacher:
         raise BadInput("--distill=forward needs a teacher: give --teacher=, or leave it out.")
-    if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp"):
+    if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp" or
+                                     cfg.compile_mode in distributed.CUDA_GRAPHS):
         raise BadInput("--distill=forward computes the teacher within the update: leave out "
-                       "--offload_reference, and use --parallel=ddp.")
+                       "--offload_reference, and use --parallel=ddp and --compile_mode=default.")
     if cfg.distill == "forward" and cfg.loss_type in MEAN_PER_SEQUENCE:
         raise BadInput(f"--distill=forward is a sum over tokens, and --loss_type={cfg.loss_type} a mean over "
                        "sequences: choose another loss.")

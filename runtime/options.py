@@ -51,6 +51,7 @@ class RunOptions:
     wandb: bool = False                      # log to Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # speed: bench.py --ladder measures the gain of each
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     tf32: bool = True                        # fp32 products on tensor cores
     fused_adamw: bool = True
     keep_memory: bool = True                 # on a CPU, keep freed memory in the process to avoid page faults
@@ -96,6 +97,9 @@ def check_training(cfg):
     if cfg.parallel == "hybrid" and distributed.world_size() % distributed.local_world_size():
         raise BadInput("--parallel=hybrid needs the same number of ranks on each node: change torchrun's "
                        "--nproc_per_node.")
+    if cfg.parallel != "ddp" and cfg.compile_mode in distributed.CUDA_GRAPHS:
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which don't work with sharded "
+                       "weights: use default or max-autotune-no-cudagraphs.")
     if cfg.learning_rate is not None:
         check_min_lr(cfg)
     for option in LORA[1:]:
