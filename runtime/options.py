@@ -48,7 +48,9 @@ class RunOptions:
     save_only_model: bool = False            # weights only: a third to a half of the size, but no resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)
     tensorboard: bool = False                # log to out_dir/tensorboard
-    wandb: bool = False                      # log to Weights & Biases (project: WANDB_PROJECT, or nanorft)
+    wandb: bool = False                      # log to Weights & Biases
+    wandb_project: str | None = None         # None: the variable WANDB_PROJECT, or nanorft
+    wandb_name: str | None = None            # of the run there; None: that of out_dir
     # speed: bench.py --ladder measures the gain of each
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
@@ -106,6 +108,9 @@ def check_training(cfg):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
                            "out.")
+    if (cfg.wandb_project or cfg.wandb_name) and not cfg.wandb and cfg.init_from != "resume":
+        raise BadInput("--wandb_project and --wandb_name have no effect without --wandb: add it, or leave them "
+                       "out.")
     check_installed(cfg.tensorboard, cfg.wandb)
 
 

@@ -1074,7 +1074,7 @@ def test_the_metrics_have_their_keys_and_are_true(learn, watched):
     out = learn(beta=0.1, max_steps=2, eval_interval=1, eval_questions=5)
     keys = ("step loss lr grad_norm tokens reward pass_at_1 pass_at_4 zero_variance kl clip_fraction entropy completion_tokens truncated logprob_gap "
             "logprob_gap_max perf/throughput perf/mfu/actor training/global_step rollout_s reward_s reference_s update_s sync_s parts/many "
-            "parts/ended seconds memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
+            "parts/ended seconds utilization memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
     tokens = 0
     for line, (groups,) in zip(lines(out), zip(watched.groups), strict=True):
         assert all(key in line for key in keys)
