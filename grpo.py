@@ -357,7 +357,8 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
     for batch in update_batches(run, model, learnable, pcgrad):
         mask = batch.y != IGNORE
         inputs = batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index
-        with run.hardware.autocast():
+        # Without rewards the forward divergence has all of the gradient.
+        with run.hardware.autocast(), torch.set_grad_enabled(cfg.reward_weight > 0 or cfg.distill == "reverse"):
             logprobs, entropy = model.token_logprobs(*inputs)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, sums = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
