@@ -1068,6 +1068,25 @@ def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
     assert [line["questions"] for line in lines(out)] == said
 
 
+@pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN])
+def test_a_batch_without_padding_has_the_gradient_of_one_whose_padding_is_sought(shape):
+    model = tiny(**shape)
+    completions = [Completion([n // 2] * 7, ids(1, 5)[0].tolist(), [-1.0] * 5, True) for n in range(4)]
+    batch = padded(completions)
+    assert batch.prefixes.kept is None
+    gradients = []
+    for prefixes in (batch.prefixes, batch.prefixes._replace(kept=torch.arange(2 * 6 + 4 * 5))):
+        model.zero_grad()
+        model.token_logprobs(batch.x, batch.y, 1.0, prefixes, batch.target_index)[0].sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))
+    # compiled code sees few graphs; one token less is padding
+    assert len(padded(completions, multiple=64).prefixes.kept) == 64
+    completions[1].ids.pop()
+    completions[1].logprobs.pop()
+    assert len(padded(completions).prefixes.kept) == 31
+
+
 # --- what a run says and leaves behind ---
 
 def test_the_metrics_have_their_keys_and_are_true(learn, watched):
