@@ -50,7 +50,7 @@ class RunOptions:
     tensorboard: bool = False                # log to out_dir/tensorboard
     wandb: bool = False                      # log to Weights & Biases
     wandb_project: str | None = None         # None: the variable WANDB_PROJECT, or nanorft
-    wandb_name: str | None = None            # of the run there; None: that of out_dir
+    wandb_name: str | None = None            # name of the run there; None: the folder of out_dir
     # speed: bench.py --ladder measures the gain of each
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
