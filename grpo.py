@@ -133,7 +133,6 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     # speed: bench.py --ladder measures the gain of each
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"  # of torch.compile
     cuda_graphs: bool = True                 # CUDA graphs in sampling
 
     # Not an option: learning_rate where that is None, see optim.default_learning_rate
@@ -174,9 +173,10 @@ def check(cfg):
                        "divergence alone.")
     if cfg.distill == "forward" and not cfg.teacher:
         raise BadInput("--distill=forward needs a teacher: give --teacher=, or leave it out.")
-    if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp"):
+    if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp" or
+                                     cfg.compile_mode in distributed.CUDA_GRAPHS):
         raise BadInput("--distill=forward computes the teacher within the update: leave out "
-                       "--offload_reference, and use --parallel=ddp.")
+                       "--offload_reference, and use --parallel=ddp and --compile_mode=default.")
     if cfg.distill == "forward" and cfg.loss_type in MEAN_PER_SEQUENCE:
         raise BadInput(f"--distill=forward is a sum over tokens, and --loss_type={cfg.loss_type} a mean over "
                        "sequences: choose another loss.")
@@ -359,7 +359,8 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
     for batch in update_batches(run, model, learnable, pcgrad):
         mask = batch.y != IGNORE
         inputs = batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index
-        with run.hardware.autocast():
+        # Without rewards the forward divergence has all of the gradient.
+        with run.hardware.autocast(), torch.set_grad_enabled(cfg.reward_weight > 0 or cfg.distill == "reverse"):
             logprobs, entropy = model.token_logprobs(*inputs)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, sums = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,

@@ -115,7 +115,6 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     instruction: str | None = None           # examples in .json or of a task: system message of a chat model
     valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     loss_chunks: NonNegativeInt = 0          # chunks in which head and loss are computed; 0: by size
     num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # copy batches from page-locked memory, on a GPU
@@ -163,12 +162,6 @@ def check(cfg):
         raise BadInput(f"{cfg.sequences} sequences per step can't be split evenly over "
                        f"{distributed.world_size()} ranks: change --batch_size or "
                        "--gradient_accumulation_steps.")
-    if cfg.parallel != "ddp" and cfg.compile_mode in CUDA_GRAPHS:
-        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which don't work with sharded "
-                       "weights: use default or max-autotune-no-cudagraphs.")
-    if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
-        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
-                       "gradients: use default or max-autotune-no-cudagraphs, or one micro-step per rank.")
 
 
 # --- the model ---
@@ -236,8 +229,7 @@ def try_step(cfg, run, dataset, micro_batch):
     """Return (TrainedModel, exception of memory.rehearse or None) of a dry run with this micro-batch."""
     hw = run.hardware
     passes = min(2, -(-cfg.sequences // distributed.world_size() // micro_batch))
-    mode = "default" if passes > 1 and cfg.compile_mode in CUDA_GRAPHS else cfg.compile_mode
-    model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
+    model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=not is_text(dataset))
     prefix = None if is_text(dataset) else dataset.prefix
     return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes,
                                   optim.pending_bytes(run.optimizers), prefix=prefix)

@@ -2,10 +2,12 @@
 
     torchrun --nproc_per_node=8 grpo.py config/grpo_a100x8.py
     sbatch runs/slurm_multinode.sh grpo.py config/grpo_a100x8.py
+    python -m runs.grpo_memory qwen2.5-1.5b 80 8 768 config/grpo_a100x8.py
 
 The batch of the eight-A100 guide: 128 questions of at most 256 tokens, 4 completions of at most 512 each,
 three epochs. Its criteria are actor MFU above 40% (perf/mfu/actor in metrics.jsonl), more than 1,000 tokens/s
-a card (perf/throughput), and three epochs in six hours (epoch_s is the seconds of one). Not run on a GPU yet.
+a card (perf/throughput), and three epochs in six hours (epoch_s is the seconds of one).
+Memory, computed: 38.1 GiB a card. Not run on a GPU yet.
 """
 init_from = "Qwen/Qwen2.5-1.5B-Instruct"
 out_dir = "out/grpo_a100x8"

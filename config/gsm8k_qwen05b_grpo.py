@@ -5,7 +5,10 @@
         --num_questions=1319 --max_new_tokens=512
 
 494,032,768 parameters, 3,228.0 MFLOP a token at 1,024 positions.
-Memory, computed: 16.3 GiB with micro-batches of 16,384 tokens and 256 slots.
+Memory, computed: 17.8 GiB a card with micro-batches of 16,384 tokens and 256 slots, without CUDA's own:
+
+    python -m runs.grpo_memory qwen2.5-0.5b 80 1 512 config/gsm8k_qwen05b_grpo.py
+
 verl's documentation reports test accuracy of 49.6% before, 54.3% after GRPO with LoRA and 56.7% after PPO for
 this model. Its public log of PPO on one GPU has 1.3% before, 45.8% after 29 of 1,740 updates, 53.1% after 99,
 57.9% at best and 55.4% as the mean of the last twenty evaluations. Not run here: try --learning_rate=5e-6 and

@@ -2,11 +2,13 @@
 
     torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py
     bash runs/slurm_domains.sh               this and the same with PCGrad, as two jobs
+    python -m runs.grpo_memory qwen2.5-1.5b 80 8 768 config/six_domains_mixed.py
 
 The batch of the eight-A100 guide: 128 questions of at most 256 tokens, 4 completions of at most 512 each, a
 checkpoint every 500 steps. The questions are generated, synthetic replacements of GURU's (docs/domains.md);
 if you have GURU's files, pass one for each domain: --task=guru:FILE+guru:FILE. Needs `pip install
-reasoning-gym`. With --surgery=pcgrad --surgery_buffers=bf16 the six gradients take
+reasoning-gym`.
+Memory, computed: 38.1 GiB a card. With --surgery=pcgrad --surgery_buffers=bf16 the six gradients take another
 18.5 GB a card; in fp32 they would be 37, with --parallel=fsdp 4.6. Not run on a GPU yet.
 """
 init_from = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -25,6 +25,11 @@ MIN_PREFIX = 16                              # shortest common prefix of prompts
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
 
 
+def graph_size(n):
+    """Return the rows of a CUDA graph for n rows: a power of two up to 16, then a multiple of 16."""
+    return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16
+
+
 @dataclass(eq=False, repr=False)
 class ModelRunner:
     """Runs a copy of a model on the tokens in slots. Deterministic: every matrix product has the same shape
@@ -229,6 +234,8 @@ class ModelRunner:
             held = np.flatnonzero(paused)
             self.state[1, held] = torch.from_numpy(positions[held]).to(self.device)
         shape = self.step_shape(positions + steps)
+        if B < shape[0]:
+            self.state[1, B:shape[0]] = 0    # free slots that run along read few positions
         self.step_index.zero_()
         for _ in range(steps):
             self.launch(*shape, sampling)
@@ -246,7 +253,7 @@ class ModelRunner:
         self.cache.fit(int(lengths.max()))
         B = len(lengths)
         if self.cuda_graphs:
-            B = min(self.slots, 1 << (B - 1).bit_length())
+            B = min(self.slots, graph_size(B))
         if self.deterministic:
             B = self.slots
         return B, self.cache.groups(B, lengths)

@@ -29,10 +29,11 @@ class Batch:
     advantages: torch.Tensor                 # [B]
     target_index: torch.Tensor               # positions of the targets in y.flatten()
     prefixes: Prompts                        # ids [G, P], lengths [G], index of each row's prefix [B], and
-                                             # the positions to compute
+                                             # the positions to compute (None: all)
 
     def to(self, device):
-        prefixes = Prompts(*(tensor.to(device, non_blocking=True) for tensor in self.prefixes))
+        prefixes = Prompts(*(tensor if tensor is None else tensor.to(device, non_blocking=True)
+                             for tensor in self.prefixes))
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()
                  if name != "prefixes"}
         return Batch(**moved, prefixes=prefixes)
@@ -69,11 +70,13 @@ def padded(completions, multiple=1):
     # The first padding positions round up the number of kept ones, so that compiled code sees few shapes.
     n_padding = round_up(is_kept.sum(), multiple) - is_kept.sum()
     is_kept[np.flatnonzero(~is_kept)[:n_padding]] = True
+    kept = torch.from_numpy(np.flatnonzero(is_kept))
+    if multiple == 1 and is_kept.all():      # compiled code sees few graphs instead
+        kept = None
     return Batch(
         torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
         torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),
-        Prompts(torch.from_numpy(ids), torch.tensor(lengths), torch.tensor(of_row),
-                torch.from_numpy(np.flatnonzero(is_kept))))
+        Prompts(torch.from_numpy(ids), torch.tensor(lengths), torch.tensor(of_row), kept))
 
 
 def filled(lengths, width):

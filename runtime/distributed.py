@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import CompiledParts
 from runtime.config import BadInput
 
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that can't accumulate gradients
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that record CUDA graphs
 SAVE_TIMEOUT = 60.0                  # seconds for a rank to save after its torchrun was killed
 STEP_TIMEOUT = datetime.timedelta(hours=1)           # of collectives in a step
 
@@ -181,7 +181,7 @@ def in_step(model, batches, empty):
 
 class TrainedModel(nn.Module):
     """The `loss`, `token_logprobs` and `divergence` of a GPT, compiled if asked: in parts, or as a whole with
-    CUDA graphs.
+    CUDA graphs of fixed shapes.
 
     After share_gradients() a backward pass leaves the sum of all ranks' gradients on every rank; a sum, since
     losses are divided by the targets of all ranks. model: the GPT; if it is sharded, every rank must make
@@ -192,8 +192,9 @@ class TrainedModel(nn.Module):
         self.model = model
         self.is_sharded = is_spread(model)
         self.local = Forward(model)
+        self.cuda_graphs = compile and mode in CUDA_GRAPHS
         model.parts = CompiledParts()
-        if compile and mode in CUDA_GRAPHS:
+        if self.cuda_graphs and not dynamic:
             self.local = torch.compile(self.local, mode=mode, dynamic=dynamic)
         elif compile:
             # Otherwise DDP splits each block's graph at its gradient buckets.
@@ -228,7 +229,13 @@ class TrainedModel(nn.Module):
 
     def call(self, method, *args):
         """Call a method of the GPT, without DDP in evaluation: ranks may have different numbers of batches
-        there."""
+        there. CUDA graphs overwrite the outputs of the last call; a first gradient would be one of them, so it
+        is added to zeros."""
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+            for p in self.model.parameters() if torch.is_grad_enabled() else ():
+                if p.requires_grad and p.grad is None:
+                    p.grad = torch.zeros_like(p)
         forward = self.ddp if self.ddp and torch.is_grad_enabled() else self.local
         return forward(method, *args)
 

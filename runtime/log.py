@@ -69,11 +69,11 @@ class Log:
         are repeated after a crash or a rollback."""
         import wandb
         path = self.folder / "wandb_id"
-        project = os.environ.get("WANDB_PROJECT", "nanorft")
+        project = config["wandb_project"] or os.environ.get("WANDB_PROJECT", "nanorft")
         try:
             run_id = path.read_text() if path.exists() else None
-            run = wandb.init(project=project, name=self.folder.name, dir=self.folder, id=run_id,
-                             resume="allow", config=config)
+            run = wandb.init(project=project, name=config["wandb_name"] or self.folder.name,
+                             dir=self.folder, id=run_id, resume="allow", config=config)
         except Exception as e:
             reason = (str(e) or type(e).__name__).splitlines()[0]
             raise BadInput(f"--wandb could not start ({reason}): run 'wandb login', set WANDB_MODE=offline, "

@@ -49,9 +49,13 @@ class RunOptions:
     save_only_model: bool = False            # weights only: a third to a half of the size, but no resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)
     tensorboard: bool = False                # log to out_dir/tensorboard
-    wandb: bool = False                      # log to Weights & Biases (project: WANDB_PROJECT, or nanorft)
+    wandb: bool = False                      # log to Weights & Biases
+    wandb_project: str | None = None         # None: the variable WANDB_PROJECT, or nanorft
+    wandb_name: str | None = None            # name of the run there; None: the folder of out_dir
     # speed: bench.py --ladder measures the gain of each
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"  # kernel
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune",
+                          "max-autotune-no-cudagraphs"] = "default"        # of torch.compile
     tf32: bool = True                        # TF32 for fp32 products on tensor cores
     fused_adamw: bool = True                 # AdamW's update in one kernel
     keep_memory: bool = True                 # on a CPU, keep freed memory in the process to avoid page faults
@@ -97,12 +101,18 @@ def check_training(cfg):
     if cfg.parallel == "hybrid" and distributed.world_size() % distributed.local_world_size():
         raise BadInput("--parallel=hybrid needs the same number of ranks on each node: change torchrun's "
                        "--nproc_per_node.")
+    if cfg.parallel != "ddp" and cfg.compile_mode in distributed.CUDA_GRAPHS:
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which don't work with sharded "
+                       "weights: use default or max-autotune-no-cudagraphs.")
     if cfg.learning_rate is not None:
         check_min_lr(cfg)
     for option in LORA[1:]:
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
                            "out.")
+    if (cfg.wandb_project or cfg.wandb_name) and not cfg.wandb and cfg.init_from != "resume":
+        raise BadInput("--wandb_project and --wandb_name have no effect without --wandb: add it, or leave them "
+                       "out.")
     check_installed(cfg.tensorboard, cfg.wandb)
 
 

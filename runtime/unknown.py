@@ -60,7 +60,7 @@ attention=flash: attn_implementation flash_attn flash_attention use_flash_attent
 lora_rank: lora_r use_lora use_peft lora
 parallel=fsdp: fsdp use_fsdp strategy deepspeed zero_stage
 surgery=pcgrad: pcgrad use_pcgrad gradient_surgery
-wandb: report_to use_wandb wandb_log wandb_project
+wandb: report_to use_wandb wandb_log
 """
 SENTENCES = {
     "torchrun --nproc_per_node=N runs a script on N GPUs": "use_ddp ddp num_gpus gpus world_size local_rank "

@@ -11,6 +11,7 @@ import train
 from conftest import ROOT, trained
 from experimental import feedback
 from model import GPTConfig, on_meta
+from runs import grpo_memory
 from runtime import config, hardware, memory, optim
 from tasks import countdown_search
 from text.tokenizer import Tokenizer
@@ -141,6 +142,23 @@ def test_qwen_of_half_a_billion_on_one_card():
     assert f"{cfg.slots} slots" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
     assert cfg.max_steps == -(-2 * 6700 // cfg.prompts_per_step) and "Not run here" in header
     assert f"{cfg.max_steps * cfg.mini_batches} updates" in header
+
+
+@pytest.mark.parametrize("name", ["grpo_4090x2", "grpo_a100x8", "six_domains_mixed", "gsm8k_qwen05b_grpo"])
+def test_the_memory_of_a_card_is_that_of_the_header_s_command(name, capsys, monkeypatch):
+    header = (ROOT / f"config/{name}.py").read_text().partition('"""\n')[0]
+    monkeypatch.setenv("WORLD_SIZE", "1")    # main() sets it
+    command = re.search(r"python -m runs.grpo_memory (.*)", header)[1].split()
+    stated = re.search(r"computed: ([\d.]+ GiB) a card", header)[1]
+    options = {stated: []}
+    if name == "grpo_4090x2":
+        small = ["--slots=16", "--gradient_checkpointing", "--tokens_per_micro_batch=256"]
+        options |= {"4.4 GiB": ["--tokens_per_micro_batch=1024"], "3.1 GiB": small, "2.8 GiB": [*small, "--optimizer=muon"]}
+    for gib, changes in options.items():
+        grpo_memory.main([*command[:4], str(ROOT / command[4]), *changes])
+        assert capsys.readouterr().out.startswith(f"{gib}: weights") and gib.split()[0] in header
+        assert all(change in header for change in changes)
+    assert stated.split()[0] in re.search(rf"`{name}.py` [(|](.*)", (ROOT / "docs/recipes.md").read_text())[1]
 
 
 def test_countdown_s_files_belong_together():

@@ -11,7 +11,7 @@ from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
 from layers.packed import HalfPacked, Packed
 from engine.kv_cache import cache_bytes
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, graph_size
 from engine.sampler import draw, invert, stream, uniform
 from engine.scheduler import Scheduler
 from layers import ops
@@ -275,6 +275,28 @@ def test_attention_by_lengths_equals_masked_attention(monkeypatch, shape):
         found.append(sampled(engine, requests(12, new=lambda i: (7 * i) % 20 + 1)))
         assert by_length == engine.runner.by_length == (len({groups for _, groups, _ in engine.runner.graphs}) == len({B for B, *_ in engine.runner.graphs}))
     assert_same(*found)
+
+
+@on_a_gpu
+def test_free_slots_of_a_graph_read_few_positions(monkeypatch):
+    """The slots of samples that have ended, which are refilled later."""
+    model, asked = make(), requests(24, new=lambda key: 4 + key)
+    engine, launch, free = Engine(model, slots=20, sampling=GREEDY), ModelRunner.launch, []
+
+    def watched(runner, B, *rest):
+        launch(runner, B, *rest)
+        free.append(runner.state[1, engine.progress.busy:B].tolist())
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    found = sampled(engine, asked)
+    assert max(map(len, free)) > 2 and max(map(max, filter(None, free))) == engine.runner.poll
+    assert {B for B, *_ in engine.runner.graphs} <= {1, 2, 4, 8, 16, 20}
+    assert_same(found, sampled(Engine(model, slots=20, sampling=GREEDY, cuda_graphs=False), asked))
+
+
+@on_a_cpu
+def test_the_sizes_of_graphs():
+    sizes = {1: 1, 2: 2, 3: 4, 5: 8, 9: 16, 16: 16, 17: 32, 32: 32, 33: 48, 49: 64, 65: 80, 500: 512}
+    assert {n: graph_size(n) for n in sizes} == sizes
 
 
 @on_a_gpu

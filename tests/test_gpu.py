@@ -283,6 +283,23 @@ def test_compiled_is_eager(what, dtype, card, record_property):
     assert max(errors) < MODEL_OFF[dtype], errors
 
 
+@pytest.mark.parametrize("what", [loss_of, logprobs_of])
+def test_cuda_graphs_accumulate_the_gradients_of_micro_steps(what, card):
+    """The first micro-step warms up, the second records, the others replay."""
+    if card.type != "cuda":
+        pytest.skip("a CPU has no CUDA graphs")
+    gradients = []
+    for compiled in (False, True):
+        model = distributed.TrainedModel(make("grouped").to(card), compiled, "reduce-overhead", dynamic=what is logprobs_of)
+        for _ in model.micro_steps([None] * 4):
+            with torch.autocast(card.type, torch.bfloat16):
+                loss = what(model, card)
+            loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    eager, graphs = gradients
+    assert off(graphs, eager) < MODEL_OFF["bf16"]
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_resumed_run_is_the_same_bit_for_bit(compiled, tmp_path, text, card):
     knobs = {"device": card.type, "deterministic": True, "compile": compiled, "dropout": 0.1, "n_kv_head": 1}

@@ -427,13 +427,19 @@ def test_what_is_trained_on_follows_from_lengths_alone():
     assert padded([Completion([3], [0], [-1.0], True)]).prefixes.ids.shape == (1, 0)
 
 
+def computed(batch):
+    """The number of positions of a Batch that the model computes."""
+    kept = batch.prefixes.kept
+    return batch.x.numel() + batch.prefixes.ids.numel() if kept is None else len(kept)
+
+
 @pytest.mark.parametrize("tokens", [1, 15, 64, 100, 10**6])
 def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
     rollouts = some_rollouts(1)
     rollouts += [dataclasses.replace(r) for r in rollouts]
     parts = micro_batches(rollouts, tokens)
     assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, rollouts))
-    cells = [len(padded(part).prefixes.kept) for part in parts]
+    cells = [computed(padded(part)) for part in parts]
     assert all(n <= tokens or len(part) == 1 for n, part in zip(cells, parts))
     assert len(parts) == {1: 80, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
     if tokens == 100:                        # no padding, little in attention, and a prompt stands there once
@@ -476,7 +482,7 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
         for part in {"once": [rollouts], "with padding": [rollouts], "in parts": micro_batches(rollouts, 60)}.get(how, [[r] for r in rollouts]):
             batch = padded(part, 8 if how == "in parts" else 1)
             total, lengths = batch.x.numel() + batch.prefixes.ids.numel(), [len(r.ids) for r in part] + batch.prefixes.lengths.tolist()
-            assert len(batch.prefixes.kept) == (-(-sum(lengths) // 8) * 8 if how == "in parts" else sum(lengths)) <= total
+            assert computed(batch) == (-(-sum(lengths) // 8) * 8 if how == "in parts" else sum(lengths)) <= total
             if how == "with padding":
                 batch.prefixes = batch.prefixes._replace(kept=None)
             if how == "repeated":
@@ -600,7 +606,7 @@ def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, 
         sampled.setdefault(whole, []).append((len(s.request.ids), s.logprobs))
     met = 0
     for batch in watched.batches:
-        assert len(batch.prefixes.kept) <= 64
+        assert computed(batch) <= 64
         for x, y, logprobs, g in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled_logprobs, batch.prefixes.prompt_index):
             trained_on = [t for t, target in enumerate(y) if target != IGNORE]
             whole = tuple(batch.prefixes.ids[g, :batch.prefixes.lengths[g]].tolist() + x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
@@ -769,7 +775,7 @@ def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, kind):
     (out / "checkpoints" / "step_00000006").rename(out / "gone")       # as if killed before it
     learn(max_steps=6, save_interval=3, keep_last=9, eval_interval=3, init_from="resume", **RESUMED[kind])
     assert same(weights(out, 6), whole) and not same(weights(out, 3), whole)
-    timed = ("seconds", "_s", "memory_gb", "perf/throughput")
+    timed = ("seconds", "_s", "memory_gb", "perf/throughput", "utilization")
     for one, two in zip(said, lines(out), strict=True):
         assert one.keys() == two.keys()
         assert {k: v for k, v in one.items() if not k.endswith(timed)} == {k: v for k, v in two.items() if not k.endswith(timed)}
@@ -1068,13 +1074,32 @@ def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
     assert [line["questions"] for line in lines(out)] == said
 
 
+@pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN])
+def test_a_batch_without_padding_has_the_gradient_of_one_whose_padding_is_sought(shape):
+    model = tiny(**shape)
+    completions = [Completion([n // 2] * 7, ids(1, 5)[0].tolist(), [-1.0] * 5, True) for n in range(4)]
+    batch = padded(completions)
+    assert batch.prefixes.kept is None
+    gradients = []
+    for prefixes in (batch.prefixes, batch.prefixes._replace(kept=torch.arange(2 * 6 + 4 * 5))):
+        model.zero_grad()
+        model.token_logprobs(batch.x, batch.y, 1.0, prefixes, batch.target_index)[0].sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))
+    # compiled code sees few graphs; one token less is padding
+    assert len(padded(completions, multiple=64).prefixes.kept) == 64
+    completions[1].ids.pop()
+    completions[1].logprobs.pop()
+    assert len(padded(completions).prefixes.kept) == 31
+
+
 # --- what a run says and leaves behind ---
 
 def test_the_metrics_have_their_keys_and_are_true(learn, watched):
     out = learn(beta=0.1, max_steps=2, eval_interval=1, eval_questions=5)
     keys = ("step loss lr grad_norm tokens reward pass_at_1 pass_at_4 zero_variance kl clip_fraction entropy completion_tokens truncated logprob_gap "
             "logprob_gap_max perf/throughput perf/mfu/actor training/global_step rollout_s reward_s reference_s update_s sync_s parts/many "
-            "parts/ended seconds memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
+            "parts/ended seconds utilization memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
     tokens = 0
     for line, (groups,) in zip(lines(out), zip(watched.groups), strict=True):
         assert all(key in line for key in keys)

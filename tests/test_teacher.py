@@ -1,4 +1,5 @@
 """grpo.py --teacher: the KL divergence from another model on the student's own samples."""
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -60,6 +61,29 @@ def test_the_gradient_is_that_of_the_forward_divergence_over_all_ids(learn, watc
     assert apart(gradient(out), torch.cat([p.grad.flatten() for name, p in sorted(student.named_parameters())])) < 1e-4
     (line,) = lines(out)
     assert line["kl"] == pytest.approx((loss / tokens).item(), rel=1e-4)
+
+
+def test_without_rewards_the_forward_divergence_alone_is_differentiated(learn, teacher, monkeypatch):
+    """The other pass has a gradient of 0, and its figures are logged."""
+    knobs = dict(teacher=teacher, max_steps=3, distill="forward", beta=1.0)
+    token_logprobs, kept, always = TrainedModel.token_logprobs, [], []
+
+    def watched(model, *inputs):
+        with torch.enable_grad() if always else contextlib.nullcontext():
+            logprobs, entropy = token_logprobs(model, *inputs)
+        kept.append(logprobs.requires_grad)
+        return logprobs, entropy
+    monkeypatch.setattr(TrainedModel, "token_logprobs", watched)
+    out = learn("without", reward_weight=0.0, **knobs)
+    assert kept and not any(kept)
+    always.append(True)
+    other = learn("with", reward_weight=0.0, **knobs)
+    assert all(kept[-3:]) and same(weights(out, 3), weights(other, 3))
+    names = ("loss", "kl", "entropy", "logprob_gap", "kl_old", "clip_fraction", "grad_norm")
+    assert [[line[name] for name in names] for line in lines(out)] == [[line[name] for name in names] for line in lines(other)]
+    always.clear()
+    learn("rewards", reward_weight=1.0, **knobs)
+    assert all(kept[-3:])
 
 
 @pytest.mark.parametrize("distill, ids", [("forward", 300), ("reverse", 257)])

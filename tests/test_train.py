@@ -239,7 +239,6 @@ BAD = [
     (dict(init_from="/nowhere"), "no folder /nowhere"),
     (dict(out_dir="/proc/run"), "can't be written"),
     (dict(data_dir="/proc/tokens"), "--data_dir="),
-    (dict(gradient_accumulation_steps=2, compile_mode="reduce-overhead"), "can't accumulate"),
     (dict(tokenizer="gpt2"), "TIKTOKEN_CACHE_DIR"),
 ]
 

@@ -2,14 +2,17 @@
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import forked
-from conftest import ROOT, environment, metrics, trained, unknown
+import train
+from conftest import ROOT, environment, flags, metrics, trained, unknown
 from doctor import plot as curves
-from runtime import log
+from runtime import config, log
 from runtime.config import BadInput
+from runtime.options import RunOptions
 
 
 def plot(*arguments):
@@ -39,6 +42,30 @@ def test_a_resumed_run_continues_its_weights_and_biases_run(tmp_path, text):
     trained(tmp_path / "a", text, init_from="resume", max_steps=6, env=offline)
     runs = [p.name for p in (tmp_path / "a/wandb").glob("offline-run-*")]
     assert len(runs) == 2 and len({name.split("-")[-1] for name in runs}) == 1
+
+
+@pytest.mark.parametrize("options, variable, opened", [
+    ({}, None, ("nanorft", "a")), ({}, "lab", ("lab", "a")),
+    (dict(wandb_project="chess", wandb_name="first"), "lab", ("chess", "first"))])
+def test_the_project_and_name_of_a_weights_and_biases_run(tmp_path, monkeypatch, options, variable, opened):
+    class FakeRun:
+        id = "1"
+
+    def init(project, name, **others):
+        assert (project, name) == opened and others["dir"] == tmp_path / "a"
+        return FakeRun
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=None))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    if variable:
+        monkeypatch.setenv("WANDB_PROJECT", variable)
+    (tmp_path / "a").mkdir()
+    assert log.Log(tmp_path / "a", cfg=RunOptions(wandb=True, **options)).wandb_run is FakeRun
+
+
+def test_a_name_at_weights_and_biases_needs_it(tmp_path):
+    cfg = config.load(train.Config, flags(out_dir=tmp_path, wandb_name="first"))
+    with pytest.raises(BadInput, match="no effect without --wandb"):
+        train.check(cfg)
 
 
 def test_a_missing_package_is_one_sentence_before_anything_is_touched(monkeypatch):
