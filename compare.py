@@ -163,6 +163,9 @@ class Comparison:
             self.state["draws"] += cfg.fresh
         seed = answers.seed_of(self.out.name, self.state["draws"])
         self.questions, self.asked = answers.draw_questions(cfg.task, cfg.questions, seed, self.out)
+        self.first_seed = 0
+        self.files = {}                      # {arm: files of answers by seed}
+        self.folders = set()                 # of all runs
 
     def save(self, **more):
         self.state |= for_json(more)
@@ -192,7 +195,7 @@ class Comparison:
         seconds = 0.0
         for number, (script, *arguments) in enumerate(stages, 1):
             ranks = 1 if script == "train.py" else self.cfg.ranks
-            said = process([str(script_of(script))], arguments, ranks, f"{name}: {script}")
+            said = self.process(name, script, arguments, ranks)
             of_stage = folder if number == len(stages) else f"{folder}.{number}"
             last = json.loads(said.splitlines()[-1]) if script == "datagen.py" else steps_of(of_stage)[-1]
             seconds += last["seconds"]
@@ -200,6 +203,10 @@ class Comparison:
         self.save()
         print(f"{name}: {last['step']} steps in {seconds:,.1f} s", flush=True)
         return str(folder)
+
+    def process(self, name, script, arguments, ranks):
+        """Run a stage's script and return its output."""
+        return process([str(script_of(script))], arguments, ranks, f"{name}: {script}")
 
     def command(self, arm):
         """Return an arm's command with its steps and the placebo's rewards, after the base's first run."""
@@ -239,28 +246,36 @@ class Comparison:
             digest = zlib.crc32(shlex.join(common + more).encode())
             paths.append(self.out / "answers" / f"{name.replace(' ', '_')}.{digest:08x}.jsonl")
             if not paths[-1].exists():
-                process([str(ROOT / "eval.py")], [*common, *more, f"--output={paths[-1]}"], cfg.ranks,
-                        f"{name}: eval.py")
+                self.process(name, "eval.py", [*common, *more, f"--output={paths[-1]}"], cfg.ranks)
         return paths
 
-    def run_all(self):
-        """Run all arms in turn, in another order with each seed, and return ({arm: files of answers by seed},
-        folders of all runs)."""
-        files = {}
-        folders = set()
+    def run_all(self, seed):
+        """Run all arms in turn with a seed, in another order with each, and have the questions answered."""
+        start = self.start(seed)
+        self.folders.add(start)
+        if "start" in self.cfg.controls.split(","):
+            self.files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
         arms = list(self.commands)
-        for seed in range(self.cfg.seeds):
-            start = self.start(seed)
-            folders.add(start)
-            if "start" in self.cfg.controls.split(","):
-                files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
-            turn = seed % len(arms)
-            for arm in arms[turn:] + arms[:turn]:
-                seed_of_run = seed + 1000 if arm == "again" else seed
-                folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
-                folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
-                files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
-        return files, folders
+        turn = seed % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
+            seed_of_run = self.first_seed + seed + 1000 * (arm == "again")
+            folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
+            self.folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
+            self.files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
+
+    def figures(self):
+        """Return ({arm: {measure: [seeds, questions]}}, {arm: mean seconds}, a note on the questions), without
+        the questions that a run was trained on."""
+        trained = answers.trained_on(self.folders)
+        texts = [answers.normalized(question["question"]) for question in self.asked]
+        kept = [i for i, text in enumerate(texts) if text not in trained]
+        shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in self.files.items()}
+        ran = self.state["runs"]
+        seconds = {arm: fmean(ran[f"{arm}-{seed}"]["seconds"] for seed in range(len(self.files[arm])))
+                   for arm in self.commands}
+        note = (f"{len(kept)} questions of {self.cfg.task}, without {len(texts) - len(kept)} that are among the "
+                f"{len(trained):,} in the runs' training records")
+        return shares, seconds, note
 
 
 # --- the verdict ---
@@ -322,19 +337,13 @@ def main(argv):
     commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
     check(cfg, commands)
     runs = Comparison(cfg, commands)
-    files, folders = runs.run_all()
-
-    trained = answers.trained_on(folders)
-    texts = [answers.normalized(question["question"]) for question in runs.asked]
-    kept = [i for i, text in enumerate(texts) if text not in trained]
-    shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in files.items()}
-    ran = runs.state["runs"]
-    seconds = {arm: fmean(ran[f"{arm}-{n}"]["seconds"] for n in range(cfg.seeds)) for arm in commands}
+    for seed in range(cfg.seeds):
+        runs.run_all(seed)
+    shares, seconds, of_questions = runs.figures()
     compared, sentences = verdicts(cfg, shares, seconds)
     answers.print_table(cfg.num_samples, shares, compared, seconds)
     what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
-    note = (f"{what}; {len(kept)} questions of {cfg.task}, without {len(texts) - len(kept)} that are among the "
-            f"{len(trained):,} in the runs' training records")
+    note = f"{what}; {of_questions}"
     print("\n".join([*sentences, f"({note}.)"]))
 
     picture = runs.path.with_suffix(".png")

@@ -7,6 +7,8 @@ import numpy as np
 
 import tasks
 from doctor import plot
+from measure.intervals import points
+from measure.runs import aligned
 from rollouts import records
 from rollouts.questions import normalized, questions_of, task_errors
 from runtime.checkpoint import write_atomically
@@ -87,26 +89,22 @@ def figures_of(greedy, sampled, kept):
     """Return {name: [questions]}, shares of right answers from eval.py's records at two paths. kept: indices
     of the questions that count. Names: greedy, sampled, majority, best (the first sample with the verifier's
     highest score), and each with " exact" if the task's grade has that part."""
+    likeliest = {record["number"]: record for record in records.read(greedy)}
     by_question = {}
-    for name, path in (("greedy", greedy), ("sampled", sampled)):
-        for record in records.read(path):
-            by_question.setdefault((name, record["number"]), []).append(record)
+    for record in sorted(records.read(sampled), key=lambda record: record["sample"]):
+        by_question.setdefault(record["number"], []).append(record)
     rights = {"": lambda record: record["score"] == 1}
-    if any("exact" in sample["parts"] for samples in by_question.values() for sample in samples):
+    if any("exact" in record["parts"] for record in likeliest.values()):
         rights[" exact"] = lambda record: record["score"] == 1 and record["parts"].get("exact", True)
+    groups = [by_question[number] for number in kept]
+    best = [max(samples, key=lambda sample: sample["score"]) for samples in groups]
     figures = {}
     for suffix, right in rights.items():
-        for number in kept:
-            samples = sorted(by_question["sampled", number], key=lambda record: record["sample"])
-            one = {
-                "greedy": float(right(by_question["greedy", number][0])),
-                "sampled": float(np.mean([right(sample) for sample in samples])),
-                "majority": majority(samples, right),
-                "best": float(right(max(samples, key=lambda sample: sample["score"]))),
-            }
-            for name, value in one.items():
-                figures.setdefault(name + suffix, []).append(value)
-    return {name: np.array(values) for name, values in figures.items()}
+        figures["greedy" + suffix] = [right(likeliest[number]) for number in kept]
+        figures["sampled" + suffix] = [np.mean([right(sample) for sample in samples]) for samples in groups]
+        figures["majority" + suffix] = [majority(samples, right) for samples in groups]
+        figures["best" + suffix] = [right(sample) for sample in best]
+    return {name: np.array(values, float) for name, values in figures.items()}
 
 
 def shares_of(by_seed, kept):
@@ -117,21 +115,14 @@ def shares_of(by_seed, kept):
 
 def print_table(num_samples, shares, compared, seconds):
     """Print each arm's figures in percent and its difference from the base."""
-    titles = {"majority": f"maj@{num_samples}", "best": f"best of {num_samples}"}
-    names = [name.partition(" ") for name in shares["base"]]
-    heads = [titles.get(name, name) + exact.replace("exact", "(exact)") for name, _, exact in names]
+    heads = [name.replace("majority", f"maj@{num_samples}").replace("best", f"best of {num_samples}")
+             for name in shares["base"]]
     table = [["%", *heads, "above the base", "seconds"]]
     for arm, own in shares.items():
-        row = [arm, *(f"{100 * values.mean():.1f}" for values in own.values()), "", ""]
-        if (arm, "base") in compared:
-            figures = (100 * compared[arm, "base"][key] for key in ("difference", "low", "high"))
-            row[-2] = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)
-        if arm in seconds:
-            row[-1] = f"{seconds[arm]:,.0f}"
-        table.append(row)
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for first, *cells in [[""], *table, [""]]:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip())
+        means = (f"{100 * values.mean():.1f}" for values in own.values())
+        above = points(compared[arm, "base"]) if (arm, "base") in compared else ""
+        table.append([arm, *means, above, f"{seconds[arm]:,.0f}" if arm in seconds else ""])
+    print("", *aligned(table), "", sep="\n")
 
 
 def draw(path, title, compared):

@@ -11,9 +11,8 @@ does not hold question, which is the same for all seeds and adds its variance ov
 Seeds are added after looking, which a t interval does not allow: it errs in 17% of experiments that stop at
 the first difference from 0 among 3, 4, ..., 10 seeds. Here the error is spent over these looks, by shares
 fixed beforehand (Lan and DeMets 1983, "Discrete sequential boundaries for clinical trials"): BOUNDS are the
-quantiles of t at each look among the experiments that did not stop before. A confidence sequence for the mean
-of normal variables of unknown variance (Lai 1976; Wang and Ramdas 2024, "Anytime-valid t-tests and confidence
-sequences for Gaussian means with unknown variance") has no last look and is wider (docs/compare.md).
+quantiles of t at each look among the experiments that did not stop before. docs/compare.md has the error of
+other intervals.
 """
 import math
 
@@ -70,24 +69,30 @@ def comparison(d, confidence="95"):
 def more_seeds(figures, width, confidence="95"):
     """Return the number of further seeds that would bring the half-width of a comparison to `width`, if the
     variances stay as they are; None if ten seeds would not."""
-    half = (figures["high"] - figures["low"]) / 2
-    seeds = figures["seeds"]
     multiples, _ = BOUNDS[confidence]
+    factors = [multiple / math.sqrt(seeds) for seeds, multiple in enumerate(multiples, FEWEST)]
+    factors = factors[figures["seeds"] - FEWEST:]
+    half = (figures["high"] - figures["low"]) / 2
     from_seeds = math.sqrt(max(half**2 - figures["from_questions"]**2, 0))
-    for n in range(seeds, MOST + 1):
-        then = from_seeds * multiples[n - FEWEST] / multiples[seeds - FEWEST] * math.sqrt(seeds / n)
-        if math.hypot(then, figures["from_questions"]) <= width:
-            return n - seeds
+    for more, factor in enumerate(factors):
+        if math.hypot(from_seeds * factor / factors[0], figures["from_questions"]) <= width:
+            return more
     return None
+
+
+def points(figures, unit=""):
+    """Return a comparison as text in points, "+4.0 [+1.0, +7.0]"."""
+    middle, low, high = (100 * figures[key] for key in ("difference", "low", "high"))
+    return f"{middle:+.1f}{unit} [{low:+.1f}, {high:+.1f}]"
 
 
 def sentence(name, reference, figures, resolve, confidence):
     """Return a comparison in one sentence. resolve: points that a tie should be narrowed to."""
-    low, high, middle = (100 * figures[key] for key in ("low", "high", "difference"))
-    cell = f"{middle:+.1f} points [{low:+.1f}, {high:+.1f}]"
+    cell = points(figures, " points")
     if differs(figures):
-        return f"{name} is {'better' if low > 0 else 'worse'} than {reference}: {cell}."
-    text = f"{name} and {reference} are a tie: the difference is within ±{max(-low, high):.1f} points, {cell}"
+        return f"{name} is {'better' if figures['low'] > 0 else 'worse'} than {reference}: {cell}."
+    within = 100 * max(-figures["low"], figures["high"])
+    text = f"{name} and {reference} are a tie: the difference is within ±{within:.1f} points, {cell}"
     more = more_seeds(figures, resolve / 100, confidence)
     if more == 0:
         return f"{text}."
