@@ -109,13 +109,13 @@ def stages_of(command, start, seed, folder):
         if not script_of(script).is_file():
             raise BadInput(f"'{part.strip()}' does not begin with a script: write SCRIPT.py OPTIONS.")
         added = {"seed": seed} | ({"init_from": model} if model else {})
-        if script == "datagen.py":           # resumed, it would not know the seconds before
+        if is_datagen(part):                 # resumed, it would not know the seconds before
             data = f"{folder}.{number}.json"
             added |= {"output": data, "overwrite": True, "json": True}
         else:
             model = str(folder) if number == len(parts) else f"{folder}.{number}"
             added |= {"out_dir": model, "resume": "auto"}
-            added |= {"dataset": data} if data and script == "train.py" else {}
+            added |= {"dataset": data} if data and Path(script).name == "train.py" else {}
         given = {word.partition("=")[0] for word in words}
         words += [flag for flag in as_flags(**added) if flag.partition("=")[0] not in given]
         stages.append([script, *words])
@@ -125,6 +125,10 @@ def stages_of(command, start, seed, folder):
 def script_of(name):
     """Return the path of one of the project's scripts, or of the user's."""
     return ROOT / name if name and (ROOT / name).is_file() else Path(name)
+
+
+def is_datagen(command):
+    return Path(command.split()[0]).name == "datagen.py"
 
 
 def options_of(script, *words):
@@ -139,7 +143,7 @@ def options_of(script, *words):
 def with_amount(command, amount):
     """Return a command with another number of steps, or of questions where datagen.py makes its data."""
     first, *others = command.split("&&")
-    if first.split()[0] == "datagen.py":
+    if is_datagen(first):
         return "&&".join([f"{first.rstrip()} --num_questions={amount} ", *others])
     return f"{command} --max_steps={amount}"
 
@@ -194,19 +198,15 @@ class Comparison:
             path.unlink()
         seconds = 0.0
         for number, (script, *arguments) in enumerate(stages, 1):
-            ranks = 1 if script == "train.py" else self.cfg.ranks
-            said = self.process(name, script, arguments, ranks)
+            ranks = 1 if Path(script).name == "train.py" else self.cfg.ranks
+            said = process([str(script_of(script))], arguments, ranks, f"{name}: {Path(script).name}")
             of_stage = folder if number == len(stages) else f"{folder}.{number}"
-            last = json.loads(said.splitlines()[-1]) if script == "datagen.py" else steps_of(of_stage)[-1]
+            last = json.loads(said.splitlines()[-1]) if is_datagen(script) else steps_of(of_stage)[-1]
             seconds += last["seconds"]
         runs[name] |= {"seconds": seconds, "steps": last["step"]}
         self.save()
         print(f"{name}: {last['step']} steps in {seconds:,.1f} s", flush=True)
         return str(folder)
-
-    def process(self, name, script, arguments, ranks):
-        """Run a stage's script and return its output."""
-        return process([str(script_of(script))], arguments, ranks, f"{name}: {script}")
 
     def command(self, arm):
         """Return an arm's command with its steps and the placebo's rewards, after the base's first run."""
@@ -226,7 +226,7 @@ class Comparison:
         runs. A single stage is timed in the base's first steps, since later ones take another time. Several
         stages are timed twice: a question's seconds fall with the number of questions."""
         base = self.state["runs"]["base-0"]
-        few = PROBE_QUESTIONS if command.startswith("datagen.py") else min(PROBE_STEPS, base["steps"])
+        few = PROBE_QUESTIONS if is_datagen(command) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
         if "&&" not in self.commands["base"] + command:
             return max(1, round(base["steps"] * seconds_at(self.out / "base-0", few) / seconds_at(folder, few)))
@@ -246,7 +246,8 @@ class Comparison:
             digest = zlib.crc32(shlex.join(common + more).encode())
             paths.append(self.out / "answers" / f"{name.replace(' ', '_')}.{digest:08x}.jsonl")
             if not paths[-1].exists():
-                self.process(name, "eval.py", [*common, *more, f"--output={paths[-1]}"], cfg.ranks)
+                process([str(ROOT / "eval.py")], [*common, *more, f"--output={paths[-1]}"], cfg.ranks,
+                        f"{name}: eval.py")
         return paths
 
     def run_all(self, seed):
@@ -258,6 +259,7 @@ class Comparison:
         arms = list(self.commands)
         turn = seed % len(arms)
         for arm in arms[turn:] + arms[:turn]:
+            self.running = arm
             seed_of_run = self.first_seed + seed + 1000 * (arm == "again")
             folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
             self.folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
@@ -270,12 +272,11 @@ class Comparison:
         texts = [answers.normalized(question["question"]) for question in self.asked]
         kept = [i for i, text in enumerate(texts) if text not in trained]
         shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in self.files.items()}
-        ran = self.state["runs"]
-        seconds = {arm: fmean(ran[f"{arm}-{seed}"]["seconds"] for seed in range(len(self.files[arm])))
-                   for arm in self.commands}
-        note = (f"{len(kept)} questions of {self.cfg.task}, without {len(texts) - len(kept)} that are among the "
-                f"{len(trained):,} in the runs' training records")
-        return shares, seconds, note
+        seconds = {arm: fmean(self.state["runs"][f"{arm}-{seed}"]["seconds"] for seed in range(len(by_seed)))
+                   for arm, by_seed in self.files.items() if arm in self.commands}
+        return shares, seconds, (
+            f"{len(kept)} questions of {self.cfg.task}, without {len(texts) - len(kept)} that are among the "
+            f"{len(trained):,} in the runs' training records")
 
 
 # --- the verdict ---
@@ -300,11 +301,9 @@ def verdicts(cfg, shares, seconds):
         if reference == "base" and abs(more) > TOLERANCE:
             text += f" ({arm} took {more:+.0%} seconds.)"
         gains = (arm, reference) == ("placebo", "start") and figures["low"] > 0
-        if gains or arm == "again" and differs(figures):
-            sentences.insert(0, f"The set-up is broken: {text}")
-        else:
-            sentences.append(text)
-    return compared, sentences
+        broken = gains or arm == "again" and differs(figures)
+        sentences.append(f"The set-up is broken: {text}" if broken else text)
+    return compared, sorted(sentences, key=lambda text: not text.startswith("The set-up is broken"))
 
 
 # --- main ---
@@ -316,11 +315,10 @@ def check(cfg, commands):
     if "placebo" in commands and not ("start" in cfg.controls and cfg.command.startswith("grpo.py")):
         raise BadInput("The control placebo needs a base of grpo.py and is compared with the start: give "
                        "--controls=start,placebo, or leave it out.")
-    starts = {command: cfg.start or "start" for command in commands.values()}
-    for command, start in (starts | ({cfg.start_command: None} if cfg.start_command else {})).items():
-        stages = stages_of(command, start, 0, Path(cfg.out_dir, "check"))
+    for command in filter(None, (*commands.values(), cfg.start_command)):
+        stages = stages_of(command, cfg.start or "start", 0, Path(cfg.out_dir, "check"))
         options = [options_of(*stage) for stage in stages]
-        if stages[-1][0] == "datagen.py":
+        if is_datagen(stages[-1][0]):
             raise BadInput(f"'{command}' ends without a model: add a stage of train.py.")
         if command == cfg.command:
             base = options[-1]
@@ -339,19 +337,18 @@ def main(argv):
     runs = Comparison(cfg, commands)
     for seed in range(cfg.seeds):
         runs.run_all(seed)
-    shares, seconds, of_questions = runs.figures()
+    shares, seconds, note = runs.figures()
     compared, sentences = verdicts(cfg, shares, seconds)
     answers.print_table(cfg.num_samples, shares, compared, seconds)
     what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
-    note = f"{what}; {of_questions}"
-    print("\n".join([*sentences, f"({note}.)"]))
+    print("\n".join([*sentences, f"({what}; {note}.)"]))
 
     picture = runs.path.with_suffix(".png")
     plot.check_output(picture)
     answers.draw(picture, what, compared)
     means = {arm: {name: float(of.mean()) for name, of in own.items()} for arm, own in shares.items()}
     rows = [{"arm": arm, "reference": reference} | one for (arm, reference), one in compared.items()]
-    runs.save(verdict=sentences, note=note, means=means, seconds=seconds, comparisons=rows,
+    runs.save(verdict=sentences, note=f"{what}; {note}", means=means, seconds=seconds, comparisons=rows,
               experiment=asdict(cfg), cpu=cpu_name(), commit=git_commit())
     print(f"All figures: {runs.path}")
     return 0

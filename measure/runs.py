@@ -75,11 +75,11 @@ def processes(n):
     return f"{n} process{'es' * (n != 1)}"
 
 
-def process(start, arguments, ranks=1, name=None, fine=(0,), env=None, cwd=None, timeout=None):
+def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
     """Run a Python process, or several ranks with one thread each, and return its standard output. start: a
-    script, or -m and a module. fine: accepted exit codes. env: additional variables. timeout: seconds. Raises
-    BadInput or Failure with the last line of standard error. A signal's exception stops the process too, which
-    may save first."""
+    script, or -m and a module. fine: accepted exit codes. env: additional variables. Raises BadInput or
+    Failure with the last line of standard error. An exception here, as of Ctrl-C, stops the process, which may
+    save."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": python_path} | (env or {})
     command = [sys.executable]
@@ -89,16 +89,14 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None, cwd=None,
     command += [*start, *map(str, arguments)]
     name = name or start[-1]
     with (ProgressLine(f"running {name}"),
-          subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=env, cwd=cwd) as child):
+          subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=env) as child):
         try:
-            output, errors = child.communicate(timeout=timeout)
-        except BaseException as e:
+            output, errors = child.communicate()
+        except BaseException:                # Ctrl-C, or a signal's SystemExit
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.communicate(timeout=SAVING)
             child.kill()
-            if isinstance(e, subprocess.TimeoutExpired):
-                raise guard.Failure(f"{name} took more than {timeout:,.0f} s") from None
             raise
     error_lines = errors.strip().splitlines() or ["no error message"]
     error = error_lines[-1].removeprefix("error: ")

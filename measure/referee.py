@@ -1,0 +1,114 @@
+"""Compare candidate trees with the best so far, each trained by its own code, and keep the better (program.md).
+
+    python -m measure.referee experiments/night.py --candidate=../night
+    python -m measure.referee experiments/night.py --candidate="5f3c2a1: a higher rate" --candidate=../night
+
+A candidate is a folder, with its edits, or a commit of this repository; text behind ": " describes the change.
+The best is this tree at first. Other options are compare.py's; the experiment's arms and controls are left out.
+The same call resumes. out_dir gets log.txt, decisions/, and trees/ by the log's digests, which git diff takes.
+"""
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import compare
+from measure import answers, intervals
+from measure.runs import ROOT
+from runtime import checkpoint, config, guard, lock
+from runtime.config import BadInput
+
+
+def git(out, *words):
+    done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True,
+                          env=os.environ | {"GIT_INDEX_FILE": str(out / "index")})
+    if done.returncode:
+        raise BadInput(f"git fails ({done.stderr.strip()}): give a folder, or a commit of {ROOT}.")
+    return done.stdout
+
+
+def keep_copy(tree, out):
+    """Copy a tree's product files to out/trees/DIGEST, and return the digest, git's of these files."""
+    is_folder = Path(tree).is_dir()
+    git(out, *([f"--work-tree={Path(tree).resolve()}", "add", "--all"] if is_folder else ["read-tree", tree]))
+    no_product = (".ci", "docs", "experiments", "notebooks", "tests", "*.md")              # without an effect on a run
+    git(out, "rm", "-rqf", "--cached", "--ignore-unmatch", *no_product)
+    digest = git(out, "write-tree")[:12]
+    git(out, "checkout-index", "--all", "--force", f"--prefix={out}/trees/{digest}/")
+    return digest
+
+
+def in_tree(command, tree):
+    """Return a command with a tree's copies of scripts, which import from their folder, and of config files."""
+    return " ".join(shlex.quote(str(tree / word)) if (ROOT / word).is_file() else word
+                    for word in command.split(" "))
+
+
+def is_hopeless(figures, cfg):
+    """Tell whether a candidate with these figures and their spread becomes better within cfg.seeds with a
+    probability below 5% (predictive power, Spiegelhalter et al. 1986)."""
+    seeds = figures["seeds"]
+    rise = 1.645 * statistics.stdev(figures["by_seed"]) * (1 / seeds - 1 / cfg.seeds)**0.5
+    needed = intervals.more_seeds(figures, figures["difference"] + rise, cfg.confidence)
+    return needed is None or seeds + needed > cfg.seeds
+
+
+def decide(cfg, trees):
+    """Run {"base": folder of the best, "candidate": folder} in turn, and return the verdict and its figures."""
+    runs = compare.Comparison(cfg, {arm: in_tree(cfg.command, tree) for arm, tree in trees.items()})
+    runs.first_seed = answers.seed_of(runs.out.name, "seeds")              # others for each decision
+    for seed in range(cfg.seeds):
+        try:
+            runs.run_all(seed)
+        except (BadInput, guard.Failure, LookupError) as e:                # LookupError: no steps in its metrics
+            if runs.running != "candidate":
+                raise
+            return f"failed  {type(e).__name__}: {e}"
+        if seed + 1 >= intervals.FEWEST:
+            shares, seconds, _ = runs.figures()
+            figures = compare.verdicts(cfg, shares, seconds)[0]["candidate", "base"]
+            if intervals.differs(figures) or is_hopeless(figures, cfg):
+                break
+    verdict = "better" if figures["low"] > 0 else "worse " if figures["high"] < 0 else "tie   "
+    return (f"{verdict}  {intervals.points(figures)}, {seed + 1} seeds, {seconds['candidate']:,.0f} s, "
+            f"best {seconds['base']:,.0f} s")
+
+
+def main(argv):
+    candidates = [word.partition("=")[2] for word in argv if word.startswith("--candidate=")]
+    if not candidates:
+        print(__doc__)
+        return 0
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    cfg = config.load(compare.Config, [word for word in argv if not word.startswith("--candidate=")])
+    cfg.controls = ""
+    compare.check(cfg, {"base": cfg.command})
+    out = Path(cfg.out_dir).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    lock.take(out / "referee.lock", out)
+    log = out / "log.txt"
+    own = keep_copy(ROOT, out)
+    lines = log.read_text().splitlines() if log.exists() else [f"{time.strftime('%F %R')}  {own}  first"]
+    if own != lines[0].split()[2]:
+        raise BadInput(f"{ROOT} differs from the first tree in {log}: restore it, or choose another --out_dir=.")
+    for path, _, change in (candidate.partition(": ") for candidate in candidates):
+        digest = keep_copy(path, out)
+        if earlier := [line for line in lines if line.split()[2] == digest]:
+            print(f"{path} is a tree that has run, and none runs twice: {earlier[0]}")
+            continue
+        best = [line.split()[2] for line in lines if line.split()[3] in ("first", "better")][-1]
+        files = git(out, "diff-tree", "-r", "--name-only", best, digest).split()
+        cfg.out_dir = str(out / "decisions" / f"{digest}-{best}")
+        verdict = decide(cfg, {"base": out / "trees" / best, "candidate": out / "trees" / digest})
+        lines.append(f"{time.strftime('%F %R')}  {digest}  {verdict}  {change} ({', '.join(files)})")
+        checkpoint.write_atomically(log, "".join(f"{line}\n" for line in lines).encode())
+        print(lines[-1], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)
