@@ -1,11 +1,10 @@
-"""Compare candidate trees with the best so far, each trained by its own code, and keep the better (program.md).
+"""Compare candidate trees with the best so far, each trained by its own code; keep the better (program.md).
 
-    python -m measure.referee experiments/night.py --candidate=../night
-    python -m measure.referee experiments/night.py --candidate="5f3c2a1: a higher rate" --candidate=../night
+    python -m measure.referee experiments/night.py --candidate=../night --candidate="5f3c2a1: a higher rate"
 
-A candidate is a folder, with its edits, or a commit of this repository; text behind ": " describes the change.
-The best is this tree at first. Other options are compare.py's; the experiment's arms and controls are left out.
-The same call resumes. out_dir gets log.txt, decisions/, and trees/ by the log's digests, which git diff takes.
+A candidate is a folder, with its edits, or a commit of this repository; text behind ": " describes it. The best
+is this tree at first. Other options are compare.py's, of which arms and controls have no effect. The same call
+resumes. out_dir gets log.txt, decisions/, and trees/ by digests, which git diff takes.
 """
 import os
 import shlex
@@ -17,8 +16,8 @@ import time
 from pathlib import Path
 
 import compare
+from compare import ROOT
 from measure import answers, intervals
-from measure.runs import ROOT
 from runtime import checkpoint, config, guard, lock
 from runtime.config import BadInput
 
@@ -35,15 +34,15 @@ def keep_copy(tree, out):
     """Copy a tree's product files to out/trees/DIGEST, and return the digest, git's of these files."""
     is_folder = Path(tree).is_dir()
     git(out, *([f"--work-tree={Path(tree).resolve()}", "add", "--all"] if is_folder else ["read-tree", tree]))
-    no_product = (".ci", "docs", "experiments", "notebooks", "tests", "*.md")              # without an effect on a run
-    git(out, "rm", "-rqf", "--cached", "--ignore-unmatch", *no_product)
+    without_effect = (".ci", "docs", "experiments", "notebooks", "tests", "*.md")
+    git(out, "rm", "-rqf", "--cached", "--ignore-unmatch", *without_effect)
     digest = git(out, "write-tree")[:12]
     git(out, "checkout-index", "--all", "--force", f"--prefix={out}/trees/{digest}/")
     return digest
 
 
 def in_tree(command, tree):
-    """Return a command with a tree's copies of scripts, which import from their folder, and of config files."""
+    """Return a command with a tree's scripts, which import from their own folder, and its config files."""
     return " ".join(shlex.quote(str(tree / word)) if (ROOT / word).is_file() else word
                     for word in command.split(" "))
 
@@ -58,13 +57,13 @@ def is_hopeless(figures, cfg):
 
 
 def decide(cfg, trees):
-    """Run {"base": folder of the best, "candidate": folder} in turn, and return the verdict and its figures."""
+    """Run trees {"base": folder, "candidate": folder} in turn, and return the verdict and its figures."""
     runs = compare.Comparison(cfg, {arm: in_tree(cfg.command, tree) for arm, tree in trees.items()})
     runs.first_seed = answers.seed_of(runs.out.name, "seeds")              # others for each decision
     for seed in range(cfg.seeds):
         try:
             runs.run_all(seed)
-        except (BadInput, guard.Failure, LookupError) as e:                # LookupError: no steps in its metrics
+        except (BadInput, guard.Failure, LookupError) as e:                # LookupError: it logs no steps
             if runs.running != "candidate":
                 raise
             return f"failed  {type(e).__name__}: {e}"
@@ -94,8 +93,10 @@ def main(argv):
     own = keep_copy(ROOT, out)
     lines = log.read_text().splitlines() if log.exists() else [f"{time.strftime('%F %R')}  {own}  first"]
     if own != lines[0].split()[2]:
-        raise BadInput(f"{ROOT} differs from the first tree in {log}: restore it, or choose another --out_dir=.")
-    for path, _, change in (candidate.partition(": ") for candidate in candidates):
+        raise BadInput(f"{ROOT} differs from the first tree of {log}: restore it, or choose another "
+                       "--out_dir=.")
+    for candidate in candidates:
+        path, _, change = candidate.partition(": ")
         digest = keep_copy(path, out)
         if earlier := [line for line in lines if line.split()[2] == digest]:
             print(f"{path} is a tree that has run, and none runs twice: {earlier[0]}")
