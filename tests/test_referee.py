@@ -164,20 +164,19 @@ def test_who_stops_early_would_rarely_have_become_better():
 
 # --- real processes ---
 
-BASE = dict(dataset="task:unit_conversion", n_layer=1, n_head=2, n_embd=32, block_size=160, batch_size=4, warmup_steps=1, eval_tokens=320,
-            device="cpu", data_dir="data")
-GRPO = ("--max_steps=1 --prompts_per_step=4 --k_samples=2 --max_new_tokens=8 --eval_interval=0 --num_questions=20 --reward_workers=1 "
-        "--device=cpu --reward_pool=serial")
+SMALL = "--n_layer=1 --n_head=2 --n_embd=32 --block_size=160 --batch_size=4 --warmup_steps=1 --eval_tokens=320 --device=cpu".split()
+GRPO = ("grpo.py --max_steps=1 --prompts_per_step=4 --k_samples=2 --max_new_tokens=8 --eval_interval=0 --num_questions=20 "
+        "--reward_workers=1 --device=cpu --reward_pool=serial")
 
 
-def test_a_candidate_s_verifier_trains_it_but_does_not_score_it(tree, monkeypatch):
+def test_a_candidate_s_verifier_trains_it_but_does_not_score_it(tree, text, monkeypatch):
     """Both arms of the first seed, by their own scripts."""
-    in_process(train.main, flags(**BASE, max_steps=2, out_dir="base"))
+    in_process(train.main, [*SMALL, f"--dataset={text}", "--max_steps=2", "--out_dir=base"])
     monkeypatch.setattr(runs, "subprocess", types.SimpleNamespace(Popen=forked.Popen))
     run_all = compare.Comparison.run_all
-    monkeypatch.setattr(compare.Comparison, "run_all", lambda self, seed: run_all(self, 0) if seed == 0 else sys.exit(0))
+    monkeypatch.setattr(compare.Comparison, "run_all", lambda self, seed: sys.exit(0) if seed else run_all(self, 0))
     with pytest.raises(SystemExit):
-        referee.main(["--start=base", f"--command=grpo.py {GRPO}", "--questions=20", "--num_samples=2", "--out_dir=out",
+        referee.main(["--start=base", f"--command={GRPO}", "--questions=20", "--num_samples=2", "--out_dir=out",
                       tree("\n\ndef reward(question, completion):\n    return 1.0\n", "tasks/unit_conversion.py")])
     (decision,) = Path("out/decisions").iterdir()
     paid = {arm: {record["score"] for record in records.read(decision / f"{arm}-0")} for arm in ("base", "candidate")}
@@ -185,10 +184,10 @@ def test_a_candidate_s_verifier_trains_it_but_does_not_score_it(tree, monkeypatc
     assert paid["candidate"] == {1.0} and 1.0 not in paid["base"] | scored
 
 
-def test_sigterm_ends_with_143_and_leaves_no_child(tree):
-    command = f"train.py --init_from=scratch --max_steps=100000 {' '.join(flags(**BASE))}"
-    argv = ["-m", "measure.referee", "--start=x", f"--command={command}", "--out_dir=out", tree("")]
-    with forked.Popen([sys.executable, *argv], env=environment(PYTHONPATH=str(ROOT)), cwd=os.getcwd()) as process:
+def test_sigterm_ends_with_143_and_leaves_no_child(tree, text):
+    command = f"train.py --init_from=scratch --max_steps=100000 {' '.join(SMALL)} --dataset={text}"
+    argv = ["-m", "measure.referee", "--start=x", "--task=unit_conversion", f"--command={command}", "--out_dir=out", tree("# the same")]
+    with forked.Popen([sys.executable, *argv], env=environment(PYTHONPATH=str(ROOT))) as process:
         wait_for(lambda: list(Path("out").glob("decisions/*/base-0/metrics.jsonl")))
         (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
         assert alive(child)
