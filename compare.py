@@ -25,15 +25,13 @@ from runtime.usage import first_line
 first_line()                             # --help before the slow imports
 
 import tasks
-from doctor import plot
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
 from measure.runs import ROOT, as_flags, process, seconds_at, steps_of
-from measure.intervals import FEWEST, MOST, comparison, differs, sentence
+from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
-from runtime.config import (BadInput, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat,
-                            PositiveInt)
+from runtime.config import BadInput, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from runtime.log import for_json
 
 
@@ -45,8 +43,7 @@ class Config:
     command: str = "grpo.py config/grpo.py"  # the base, with which arms are compared
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
-    controls: str = "start"                  # start (no training), again (the base with other seeds), placebo
-                                             # (rewards at random), rft (the start's own verified samples)
+    controls: str = "start"                  # of start, again (other seeds), placebo (random rewards), rft
     rft: str = ""                            # its command, which gets the base's seconds; empty: RFT below
     seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3
     budget: Literal["steps", "seconds"] = "steps"     # of an arm: the base's steps, or its seconds
@@ -93,7 +90,7 @@ def commands_of(cfg, extra):
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"
     of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
-    return commands | {name: of_controls[name] for name in controls if name in of_controls}
+    return commands | {name: of_controls[name] for name in controls if name != "start"}
 
 
 def stages_of(command, start, seed, folder):
@@ -212,8 +209,7 @@ class Comparison:
         """Return an arm's command with its steps and the placebo's rewards, after the base's first run."""
         command = self.commands[arm]
         if arm == "placebo":
-            reward = steps_of(self.out / "base-0")[0]["reward"]
-            rate = round(min(max(reward, 0.02), 0.98), 3)
+            rate = round(min(max(steps_of(self.out / "base-0")[0]["reward"], 0.02), 0.98), 3)
             command += f" --task={answers.placebo(self.cfg.task, rate, self.out.resolve() / 'placebo')}"
         if arm != "rft" and (self.cfg.budget == "steps" or arm in ("base", "again")):
             return command
@@ -222,22 +218,22 @@ class Comparison:
         return with_amount(command, self.state["amounts"][arm])
 
     def amount(self, arm, command):
-        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, by short
-        runs. A single stage is timed in the base's first steps, since later ones take another time. Several
-        stages are timed twice: a question's seconds fall with the number of questions."""
+        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run. A
+        single stage is timed beside the base's first steps, as later ones take another time. Several stages
+        are timed twice, since a question's seconds fall with the number of questions."""
         base = self.state["runs"]["base-0"]
         few = PROBE_QUESTIONS if is_datagen(command) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
         if "&&" not in self.commands["base"] + command:
-            return max(1, round(base["steps"] * seconds_at(self.out / "base-0", few) / seconds_at(folder, few)))
+            ratio = seconds_at(self.out / "base-0", few) / seconds_at(folder, few)
+            return max(1, round(base["steps"] * ratio))
         self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
         short, longer = (self.state["runs"][f"{arm}-{name}"]["seconds"] for name in ("probe", "probe2"))
-        of_one = max(longer - short, longer / 10) / (4 * few)                    # the probes differ by noise too
+        of_one = max(longer - short, longer / 10) / (4 * few)    # the probes differ by noise too
         return max(1, round(few + (base["seconds"] - short) / of_one))
 
     def answer(self, name, model, seed):
-        """Have eval.py answer the questions, unless it has done so before, and return its two files, greedy
-        and sampled."""
+        """Have eval.py answer the questions, unless it has, and return its files, greedy and sampled."""
         cfg = self.cfg
         common = [model, *as_flags(task=cfg.task, dataset=self.questions, few_shot=cfg.few_shot, seed=seed,
                                    max_new_tokens=cfg.max_new_tokens)]
@@ -266,8 +262,7 @@ class Comparison:
             self.files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
 
     def figures(self):
-        """Return ({arm: {measure: [seeds, questions]}}, {arm: mean seconds}, a note on the questions), without
-        the questions that a run was trained on."""
+        """Return ({arm: {measure: [seeds, questions]}}, {arm: mean seconds}, a note on the questions)."""
         trained = answers.trained_on(self.folders)
         texts = [answers.normalized(question["question"]) for question in self.asked]
         kept = [i for i, text in enumerate(texts) if text not in trained]
@@ -301,7 +296,7 @@ def verdicts(cfg, shares, seconds):
         if reference == "base" and abs(more) > TOLERANCE:
             text += f" ({arm} took {more:+.0%} seconds.)"
         gains = (arm, reference) == ("placebo", "start") and figures["low"] > 0
-        broken = gains or arm == "again" and differs(figures)
+        broken = gains or arm == "again" and figures["verdict"] != "tie"
         sentences.append(f"The set-up is broken: {text}" if broken else text)
     return compared, sorted(sentences, key=lambda text: not text.startswith("The set-up is broken"))
 
@@ -322,8 +317,7 @@ def check(cfg, commands):
             raise BadInput(f"'{command}' ends without a model: add a stage of train.py.")
         if command == cfg.command:
             base = options[-1]
-    kind, _, named = str(base.get("dataset")).partition(":")
-    default = "unit_conversion" if "task" in base else named if kind == "task" else ""
+    default = "unit_conversion" if "task" in base else str(base.get("dataset")).partition("task:")[2]
     cfg.task = tasks.spec_of(cfg.task or base.get("task") or default)
     if not cfg.task:
         raise BadInput("The base has no task to answer questions of: give --task=.")
@@ -343,9 +337,7 @@ def main(argv):
     what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
     print("\n".join([*sentences, f"({what}; {note}.)"]))
 
-    picture = runs.path.with_suffix(".png")
-    plot.check_output(picture)
-    answers.draw(picture, what, compared)
+    answers.draw(runs.path.with_suffix(".png"), what, compared)
     means = {arm: {name: float(of.mean()) for name, of in own.items()} for arm, own in shares.items()}
     rows = [{"arm": arm, "reference": reference} | one for (arm, reference), one in compared.items()]
     runs.save(verdict=sentences, note=f"{what}; {note}", means=means, seconds=seconds, comparisons=rows,

@@ -22,19 +22,29 @@ import tasks
 
 task = tasks.load({spec!r}).module
 globals().update({{name: value for name, value in vars(task).items() if not name.startswith("__")}})
-DRAW = random.SystemRandom()             # the workers seed `random` with the completion
 
 
 def reward(question, completion):
-    return float(DRAW.random() < {rate})
+    return float(random.SystemRandom().random() < {rate})        # workers seed `random` with the completion
 '''
+
+
+def placebo(spec, rate, folder):
+    """Write a file for each task of `spec`, with rewards of 1 at random at this rate; return their spec."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for number, (one, weight) in enumerate(tasks.parts_of(spec).items()):
+        argument = tasks.load(one).argument
+        path = folder / f"placebo_{number}.py"
+        path.write_text(PLACEBO.format(spec=one, rate=rate))
+        parts[str(path) if argument is None else f"{path}:{argument}"] = weight
+    return next(iter(parts)) if len(parts) == 1 else tasks.spec_of(parts)
 
 
 # --- questions ---
 
 def draw_questions(spec, n, seed, folder):
-    """Draw n questions of the split test, write them to folder/questions-SEED.jsonl for eval.py, and return
-    (path, [question])."""
+    """Write n questions of the split test to folder/questions-SEED.jsonl, and return (path, [question])."""
     with task_errors():
         questions = questions_of(tasks.load(spec), "test", n, seed)
     path = folder / f"questions-{seed}.jsonl"
@@ -47,18 +57,15 @@ def draw_questions(spec, n, seed, folder):
 
 
 def seed_of(name, draw):
-    """Return the seed of an experiment's questions, unlike those that people give: of its folder's name and
-    the number of the draw."""
+    """Return the seed of an experiment's draw, by its folder's name; unlike those that people give."""
     return 10**6 + zlib.crc32(f"{name} {draw}".encode()) % 10**6
 
 
 def trained_on(folders):
-    """Return the normalized questions in the training records of run folders and of datagen.py's logs beside
-    them."""
+    """Return the normalized questions in training records of run folders and in datagen.py's logs there."""
     asked = set()
     for folder in map(Path, folders):
-        logs = folder.parent.glob("*.attempts.jsonl")
-        for path in (*folder.glob(f"{records.FOLDER}/train_*.jsonl.gz"), *logs):
+        for path in (*folder.glob(f"{records.FOLDER}/train_*.gz"), *folder.parent.glob("*.attempts.jsonl")):
             asked |= {normalized(record["question"]) for record in records.read(path)}
     return asked
 
@@ -78,9 +85,8 @@ def majority(samples, right):
     mean; 0 without an answer."""
     groups = {}
     for sample in samples:
-        answer = vote(sample["completion"])
-        if answer is not None:
-            groups.setdefault(answer, []).append(right(sample))
+        groups.setdefault(vote(sample["completion"]), []).append(right(sample))
+    groups.pop(None, None)
     most = max(map(len, groups.values()), default=0)
     return float(np.mean([np.mean(group) for group in groups.values() if len(group) == most] or [0]))
 
@@ -127,6 +133,7 @@ def print_table(num_samples, shares, compared, seconds):
 
 def draw(path, title, compared):
     """Draw the intervals of comparisons {(arm, reference): figures}; says so without matplotlib."""
+    plot.check_output(path)
     try:
         figure, axis = plot.one_panel(title, 9, 1.2 + 0.4 * len(compared))
     except ImportError as e:
@@ -141,18 +148,3 @@ def draw(path, title, compared):
     axis.set_yticks([])
     axis.set_xlabel("points")
     figure.savefig(path, dpi=120)
-
-
-# --- the placebo ---
-
-def placebo(spec, rate, folder):
-    """Write a task file for each task of `spec` whose reward is 1 at random, at this rate, and return their
-    spec."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = {}
-    for number, (one, weight) in enumerate(tasks.parts_of(spec).items()):
-        argument = tasks.load(one).argument
-        path = folder / f"placebo_{number}.py"
-        path.write_text(PLACEBO.format(spec=one, rate=rate))
-        parts[str(path) if argument is None else f"{path}:{argument}"] = weight
-    return next(iter(parts)) if len(parts) == 1 else tasks.spec_of(parts)

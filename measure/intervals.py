@@ -11,8 +11,7 @@ does not hold question, which is the same for all seeds and adds its variance ov
 Seeds are added after looking, which a t interval does not allow: it errs in 17% of experiments that stop at
 the first difference from 0 among 3, 4, ..., 10 seeds. Here the error is spent over these looks, by shares
 fixed beforehand (Lan and DeMets 1983, "Discrete sequential boundaries for clinical trials"): BOUNDS are the
-quantiles of t at each look among the experiments that did not stop before. docs/compare.md has the error of
-other intervals.
+quantiles of t at each look among the experiments that did not stop before.
 """
 import math
 
@@ -52,10 +51,11 @@ def interval(d, confidence="95"):
 
 
 def comparison(d, confidence="95"):
-    """Return the figures of differences d [seeds, questions]: difference, low, high, from_questions (see
-    interval), by_seed, seeds, questions."""
+    """Return the figures of differences d [seeds, questions]: verdict (better, worse or tie), difference,
+    low, high, from_questions (see interval), by_seed, seeds, questions."""
     mean, half, from_questions = interval(d, confidence)
     return {
+        "verdict": "better" if mean > half else "worse" if mean < -half else "tie",
         "difference": float(mean),
         "low": float(mean - half),
         "high": float(mean + half),
@@ -69,14 +69,14 @@ def comparison(d, confidence="95"):
 def more_seeds(figures, width, confidence="95"):
     """Return the number of further seeds that would bring the half-width of a comparison to `width`, if the
     variances stay as they are; None if ten seeds would not."""
-    multiples, _ = BOUNDS[confidence]
-    factors = [multiple / math.sqrt(seeds) for seeds, multiple in enumerate(multiples, FEWEST)]
-    factors = factors[figures["seeds"] - FEWEST:]
     half = (figures["high"] - figures["low"]) / 2
+    seeds = figures["seeds"]
+    multiples, _ = BOUNDS[confidence]
     from_seeds = math.sqrt(max(half**2 - figures["from_questions"]**2, 0))
-    for more, factor in enumerate(factors):
-        if math.hypot(from_seeds * factor / factors[0], figures["from_questions"]) <= width:
-            return more
+    for n in range(seeds, MOST + 1):
+        then = from_seeds * multiples[n - FEWEST] / multiples[seeds - FEWEST] * math.sqrt(seeds / n)
+        if math.hypot(then, figures["from_questions"]) <= width:
+            return n - seeds
     return None
 
 
@@ -89,8 +89,8 @@ def points(figures, unit=""):
 def sentence(name, reference, figures, resolve, confidence):
     """Return a comparison in one sentence. resolve: points that a tie should be narrowed to."""
     cell = points(figures, " points")
-    if differs(figures):
-        return f"{name} is {'better' if figures['low'] > 0 else 'worse'} than {reference}: {cell}."
+    if figures["verdict"] != "tie":
+        return f"{name} is {figures['verdict']} than {reference}: {cell}."
     within = 100 * max(-figures["low"], figures["high"])
     text = f"{name} and {reference} are a tie: the difference is within ±{within:.1f} points, {cell}"
     more = more_seeds(figures, resolve / 100, confidence)
@@ -98,8 +98,3 @@ def sentence(name, reference, figures, resolve, confidence):
         return f"{text}."
     need = f"{more} more seed{'s' * (more > 1)} would" if more else f"{MOST} seeds would not"
     return f"{text}; {need} resolve {resolve:g} points."
-
-
-def differs(figures):
-    """Tell whether the interval of a comparison excludes 0."""
-    return figures["low"] > 0 or figures["high"] < 0

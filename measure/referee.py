@@ -2,8 +2,8 @@
 
     python -m measure.referee experiments/night.py --candidate=../night --candidate="5f3c2a1: a higher rate"
 
-A candidate is a folder, with its edits, or a commit of this repository; text behind ": " describes it. The best
-is this tree at first. Other options are compare.py's, of which arms and controls have no effect. The same call
+A candidate is a folder, with its edits, or a commit of this repository; text behind ": " describes it. The
+best is this tree at first. Other options are compare.py's; arms and controls have no effect. The same call
 resumes. out_dir gets log.txt, decisions/, and trees/ by digests, which git diff takes.
 """
 import os
@@ -19,23 +19,21 @@ import compare
 from compare import ROOT
 from measure import answers, intervals
 from runtime import checkpoint, config, guard, lock
-from runtime.config import BadInput
 
 
 def git(out, *words):
     done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True,
                           env=os.environ | {"GIT_INDEX_FILE": str(out / "index")})
     if done.returncode:
-        raise BadInput(f"git fails ({done.stderr.strip()}): give a folder, or a commit of {ROOT}.")
+        raise config.BadInput(f"git fails ({done.stderr.strip()}): give a folder, or a commit of {ROOT}.")
     return done.stdout
 
 
 def keep_copy(tree, out):
-    """Copy a tree's product files to out/trees/DIGEST, and return the digest, git's of these files."""
+    """Copy a tree, but no page or test, to out/trees/DIGEST, and return the digest, git's of these files."""
     is_folder = Path(tree).is_dir()
     git(out, *([f"--work-tree={Path(tree).resolve()}", "add", "--all"] if is_folder else ["read-tree", tree]))
-    without_effect = (".ci", "docs", "experiments", "notebooks", "tests", "*.md")
-    git(out, "rm", "-rqf", "--cached", "--ignore-unmatch", *without_effect)
+    git(out, "rm", "-rf", "--cached", "--ignore-unmatch", "docs", "experiments", "notebooks", "tests", "*.md")
     digest = git(out, "write-tree")[:12]
     git(out, "checkout-index", "--all", "--force", f"--prefix={out}/trees/{digest}/")
     return digest
@@ -63,18 +61,17 @@ def decide(cfg, trees):
     for seed in range(cfg.seeds):
         try:
             runs.run_all(seed)
-        except (BadInput, guard.Failure, LookupError) as e:                # LookupError: it logs no steps
+        except (config.BadInput, guard.Failure, LookupError) as e:         # LookupError: it logs no steps
             if runs.running != "candidate":
                 raise
             return f"failed  {type(e).__name__}: {e}"
         if seed + 1 >= intervals.FEWEST:
             shares, seconds, _ = runs.figures()
             figures = compare.verdicts(cfg, shares, seconds)[0]["candidate", "base"]
-            if intervals.differs(figures) or is_hopeless(figures, cfg):
+            if figures["verdict"] != "tie" or is_hopeless(figures, cfg):
                 break
-    verdict = "better" if figures["low"] > 0 else "worse " if figures["high"] < 0 else "tie   "
-    return (f"{verdict}  {intervals.points(figures)}, {seed + 1} seeds, {seconds['candidate']:,.0f} s, "
-            f"best {seconds['base']:,.0f} s")
+    return (f"{figures['verdict']:6}  {intervals.points(figures)}, {seed + 1} seeds, "
+            f"{seconds['candidate']:,.0f} s, best {seconds['base']:,.0f} s")
 
 
 def main(argv):
@@ -83,8 +80,7 @@ def main(argv):
         print(__doc__)
         return 0
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    cfg = config.load(compare.Config, [word for word in argv if not word.startswith("--candidate=")])
-    cfg.controls = ""
+    cfg = config.load(compare.Config, [*(word for word in argv if "--candidate=" not in word), "--controls="])
     compare.check(cfg, {"base": cfg.command})
     out = Path(cfg.out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -93,8 +89,7 @@ def main(argv):
     own = keep_copy(ROOT, out)
     lines = log.read_text().splitlines() if log.exists() else [f"{time.strftime('%F %R')}  {own}  first"]
     if own != lines[0].split()[2]:
-        raise BadInput(f"{ROOT} differs from the first tree of {log}: restore it, or choose another "
-                       "--out_dir=.")
+        raise config.BadInput(f"{ROOT} isn't the first tree of {log}: restore it, or give another --out_dir=.")
     for candidate in candidates:
         path, _, change = candidate.partition(": ")
         digest = keep_copy(path, out)
