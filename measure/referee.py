@@ -89,7 +89,7 @@ def main(argv):
     own = keep_copy(ROOT, out)
     lines = log.read_text().splitlines() if log.exists() else [f"{time.strftime('%F %R')}  {own}  first"]
     if own != lines[0].split()[2]:
-        raise config.BadInput(f"{ROOT} isn't the first tree of {log}: restore it, or give another --out_dir=.")
+        raise config.BadInput(f"{ROOT} isn't {log}'s first tree: restore it, or give another --out_dir=.")
     for candidate in candidates:
         path, _, change = candidate.partition(": ")
         digest = keep_copy(path, out)
