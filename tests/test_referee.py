@@ -143,7 +143,7 @@ def test_sigterm_ends_with_143_and_leaves_no_child(tree, text):
     command = f"train.py --init_from=scratch --max_steps=100000 {' '.join(SMALL)} --dataset={text}"
     argv = ["-m", "measure.referee", "--start=x", "--task=unit_conversion", f"--command={command}", "--out_dir=out", tree("# as before")]
     with forked.Popen([sys.executable, *argv], env=environment(PYTHONPATH=str(ROOT))) as process:
-        wait_for(lambda: list(Path("out").glob("decisions/*/base-0/metrics.jsonl")))
+        wait_for(lambda: list(Path("out").glob("decisions/*/base-0/metrics.jsonl")), 120)
         (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
         process.terminate()
         assert process.wait(60) == 143 and not alive(child)
