@@ -16,8 +16,7 @@ work.
 
 train.py, datagen.py and grpo.py run as processes, and the figures come from their logs: medians over the
 steps after a warm-up. Compared runs share weights or shapes, data and precision, and alternate. Each call
-writes its figures and the hardware and versions to bench_results/, as JSON. Options, as
---key=value:
+writes its figures and the hardware and versions to bench_results/, as JSON.
 """
 import contextlib
 import importlib
@@ -53,12 +52,10 @@ from runtime.progress import clear
 
 @dataclass
 class Config:
-    # machine: print its name and its rows in docs/recipes.md
     stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards",
-                   "machine"] = "overview"
+                   "machine"] = "overview"   # machine: print the rows of docs/recipes.md that apply here
     model: Literal["auto", "qwen3-0.6b", "smollm2-360m", "smollm2-135m", "gpt2", "gpt2-1m", "1m", "llama-1m",
-                   "llama-50m"] = "auto"
-                                             # a shape, with random weights. auto: generate smollm2-360m;
+                   "llama-50m"] = "auto"     # a shape, with random weights. auto: generate smollm2-360m;
                                              # train the config file's, if given; else gpt2 on a GPU and
                                              # llama-1m on a CPU (train 1m, or gpt2-1m with --peers)
     run: str = ""                            # sft, datagen, grpo: a trained model, instead of random weights
@@ -68,23 +65,24 @@ class Config:
                                              # time, and a trace for chrome://tracing
     peers: bool | str = False                # other implementations too: all that are installed, or
                                              # comma-separated names (measure/peers.py)
-    steps: PositiveInt | None = None         # measured, after 2 of warm-up; None: train 12, sft 6, grpo 6,
-                                             # with --profile 3
+    steps: PositiveInt | None = None         # steps that are measured, after 2 of warm-up; None: train 12,
+                                             # sft 6, grpo 6, with --profile 3
     repeats: PositiveInt | None = None       # runs of each implementation or row; None: 3, with --ladder or
                                              # --ablate 5, of the overview 1
     ranks: PositiveInt | None = None         # processes of nanoRFT; None: datagen and grpo one a thread for a
                                              # small model on a CPU, else 1
-    work: str | None = None                  # prompts x samples of each; generate: several cases; None:
-                                             # 2x10,8x8,32x1; grpo: by the model
-    prompt_tokens: PositiveInt | None = None     # generate, grpo; None: 120; grpo: 50
+    work: str | None = None                  # prompts x samples of each, e.g. 8x8; generate: several cases,
+                                             # by default 2x10,8x8,32x1; grpo: by the model
+    prompt_tokens: PositiveInt | None = None     # generate, grpo: length of a prompt; None: 120; grpo: 50
     varied_prompts: bool = False             # grpo: prompt lengths between a quarter of prompt_tokens and all
-    max_new_tokens: PositiveInt | None = None     # generate, datagen, grpo; None: 60; grpo: by the model
+    max_new_tokens: PositiveInt | None = None     # generate, datagen, grpo: of a sample; None: 60; grpo: by
+                                             # model
     verifier_ms: NonNegativeFloat | None = None  # rewards, grpo: CPU time per grade; None: 5, plain grpo 0
-    device: str = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    seed: NonNegativeInt = 0
-    output: str | None = None                # .json; None: a new file in bench_results/; a trace is written
-                                             # next to it
+    device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # precision of matrix products
+    seed: NonNegativeInt = 0                 # of random weights and data
+    output: str | None = None                # a .json file of the figures; None: a new one in bench_results/;
+                                             # a trace is written beside it
     json: bool = False                       # print all figures as the last line too
 
 

@@ -9,7 +9,7 @@ questions, beside controls, with intervals that hold when seeds are added after 
 A command is a script with its options, or several stages, SCRIPT ... && SCRIPT ..., each from the model of
 the stage before. compare.py adds --init_from, --seed, --out_dir and datagen.py's data where they are not
 given; {start}, {seed} and {out} stand for start, seed and the run's folder. The same call resumes; finished
-runs are not repeated. Options, as --key=value:
+runs are not repeated.
 """
 import importlib
 import json
@@ -39,22 +39,22 @@ from runtime.log import for_json
 class Config:
     # the experiment
     start: str = ""                          # the run folder or model that every run begins with
-    start_command: str = ""                  # or a command that makes one for each seed
-    command: str = "grpo.py config/grpo.py"  # the base, with which arms are compared
+    start_command: str = ""                  # instead of start: makes a model for each seed
+    command: str = "grpo.py config/grpo.py"  # the base: the command with which arms are compared
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
     controls: str = "start"                  # of start, again (other seeds), placebo (random rewards), rft
-    rft: str = ""                            # its command, which gets the base's seconds; empty: RFT below
-    seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3
-    budget: Literal["steps", "seconds"] = "steps"     # of an arm: the base's steps, or its seconds
+    rft: str = ""                            # command of the control rft, given the base's seconds; empty: RFT
+    seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3     # seeds of each arm
+    budget: Literal["steps", "seconds"] = "steps"     # an arm's amount: the base's steps or seconds
     out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
     # questions of the split test, the same for all runs
-    task: str | dict | None = None           # None: the base's
-    questions: Annotated[int, Bounds(20, 10**6)] = 500
+    task: str | dict | None = None           # None: the base's task
+    questions: Annotated[int, Bounds(20, 10**6)] = 500     # test questions
     fresh: bool = False                      # draw other questions than the last call
-    num_samples: Annotated[int, Bounds(2, 10**4)] = 8         # per question
-    temperature: PositiveFloat = 1.0         # of these; greedy answers have their own
-    max_new_tokens: PositiveInt | None = None         # None: the base's
+    num_samples: Annotated[int, Bounds(2, 10**4)] = 8     # samples per question
+    temperature: PositiveFloat = 1.0         # of these samples; greedy answers are counted apart
+    max_new_tokens: PositiveInt | None = None     # longest answer; None: the base's
     few_shot: NonNegativeInt = 0             # worked examples in the prompt
     # the verdict
     measure: Literal["sampled", "greedy", "majority", "best"] = "sampled"     # majority: vote over a

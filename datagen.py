@@ -6,7 +6,7 @@
 
 Writes data/rft.json, [[question, answer, reasoning], ...] (of an episode, a list of the model's and the
 environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The
-same command resumes an interrupted run from that log. Options, as --key=value:
+same command resumes an interrupted run from that log.
 """
 import dataclasses
 import glob
@@ -53,11 +53,11 @@ class Config:
                                              # or a folder with one
     task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME@WEIGHT+NAME, in a config file {NAME: WEIGHT}
-    output: str = "data/rft.json"
+    output: str = "data/rft.json"            # the verified solutions
     overwrite: bool = False                  # start over instead of resuming from the logged attempts (ranks
                                              # that torchrun or SLURM restarts resume)
     # questions
-    split: Literal["train", "valid"] = "train"
+    split: Literal["train", "valid"] = "train"     # of the task's questions
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
                                              # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model
@@ -65,12 +65,12 @@ class Config:
     keep_per_question: PositiveInt = 4       # distinct verified solutions, at most
     stop_early: bool = False                 # stop sampling a question once keep_per_question are found
     # sampling
-    temperature: NonNegativeFloat = 0.6
-    top_k: PositiveInt | None = None
-    top_p: UnitInterval = 1.0
-    min_p: UnitInterval = 0.0
-    max_new_tokens: PositiveInt = 128
-    seed: NonNegativeInt = 0
+    temperature: NonNegativeFloat = 0.6      # of sampling
+    top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
+    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
+    min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
+    max_new_tokens: PositiveInt = 128        # longest completion
+    seed: NonNegativeInt = 0                 # of samples, and of generated questions
     deterministic: bool = False              # byte-identical output after any interruption, on any number of
                                              # ranks
     # machine
@@ -79,8 +79,8 @@ class Config:
                                              # at most 8
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per sample before its verifier is
                                              # killed (an error)
-    device: str = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # precision of sampling
     json: bool = False                       # print all figures as JSON on the last line
 
 

@@ -8,7 +8,7 @@
     torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
 
 On a text, every token but the first is predicted once, from at least block_size - stride tokens (at the
-start, from all that precede it); no token is prepended. Options, as --key=value:
+start, from all that precede it); no token is prepended.
 """
 import contextlib
 import gc
@@ -44,7 +44,7 @@ class Config:
     split: Literal["auto", "test", "valid", "train"] = "auto"   # auto: test for a task, valid for a text
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
-    device: str = "auto"
+    device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # auto: for a task bf16 if the hardware has
                                              # it (a CPU without: docs/sampling.md), for a text fp32
     json: bool = False                       # print all figures as JSON on the last line
@@ -54,15 +54,15 @@ class Config:
     compare: bool = False                    # compare each model with the first; implied by several models
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
                                              # every model and seed
-    num_samples: Count = 1                   # per question
+    num_samples: Count = 1                   # samples per question
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: 0 with a
                                              # dataset, else a grpo.py run's own, or 4 for a Hugging Face model
-    max_new_tokens: PositiveInt = 128
-    temperature: NonNegativeFloat = 0.0      # 0: greedy
+    max_new_tokens: PositiveInt = 128        # longest completion
+    temperature: NonNegativeFloat = 0.0      # of sampling; 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
     top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
-    seed: NonNegativeInt = 0                 # for sampling
+    seed: NonNegativeInt = 0                 # of samples
     deterministic: bool = False              # samples do not depend on the rest of the batch, bit for bit
                                              # (see engine/runner.py)
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
@@ -78,7 +78,7 @@ class Config:
     stride: PositiveInt | None = None        # tokens between window starts; None: block_size (no overlap)
     batch_size: PositiveInt = 8              # windows per forward pass
     eval_tokens: PositiveInt | None = None   # predict at most this many; None: all
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"  # kernel
 
 
 # --- a text ---

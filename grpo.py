@@ -3,12 +3,12 @@ Shao et al. 2024).
 
     python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion
     python grpo.py config/grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl
-    python grpo.py --init_from=resume --out_dir=out/grpo
+    python grpo.py config/grpo.py --init_from=out/rft --out_dir=out/grpo --resume=auto
     torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=...
 
 In each step the model samples k_samples completions for each question and a verifier grades them. Completions
 that score above their group's mean become more likely, those below it less likely. Shapes: B sequences, T
-positions, G groups, K completions per group. Options, as --key=value:
+positions, G groups, K completions per group.
 """
 import dataclasses
 import math
@@ -51,88 +51,90 @@ from text.provenance import check_task, common_prompt, own_task
 
 
 @dataclass
-class Config(RunOptions):
+class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints, ...
     # the run
     out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, rollouts/,
                                              # training.log
     init_from: str = "out/rft"               # run folder, Hugging Face folder, GGUF file or hub name; resume:
-                                             # the run in out_dir
+                                             # the run in out_dir, see --resume
     # questions and their rewards
     task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or your own file.py with
                                              # reward(question, completion); several: NAME@WEIGHT+NAME, in a
                                              # config file {NAME: WEIGHT}; None: unit_conversion
-    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one
+    mixing: Literal["mixed", "round_robin"] = "mixed"     # several tasks: mixed in each step, or one a step
     dataset: str | None = None               # the questions: a .jsonl of {"prompt": ..., "answer": ...}
-    num_questions: Count | None = None       # for training; None: the task's default, all of a dataset
+    num_questions: Count | None = None       # training questions; None: the task's default, all of a dataset
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: 0
                                              # with a dataset, else a grpo.py run's own, or 4 for a Hugging
                                              # Face model
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
-    prompts_per_step: Count = 32             # all ranks together
+    prompts_per_step: Count = 32             # questions in a step, all ranks together
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
-    temperature: Annotated[float, Bounds(0.01)] = 1.0
-    max_new_tokens: PositiveInt = 128
-    max_prompt_tokens: PositiveInt | None = None     # drop longer ones; None: if no answer fits
-    overlong: Literal["keep", "mask", "penalty"] = "keep"       # completions that reach max_new_tokens: keep
-                                             # their reward; don't train on them; subtract up to 1 over the
-                                             # last overlong_tokens (DAPO's soft punishment)
-    overlong_tokens: PositiveInt = 32
+    temperature: Annotated[float, Bounds(0.01)] = 1.0     # of sampling
+    max_new_tokens: PositiveInt = 128        # longest completion
+    max_prompt_tokens: PositiveInt | None = None     # drop longer prompts; None: if no answer fits
+    overlong: Literal["keep", "mask", "penalty"] = "keep"     # completions that reach max_new_tokens: keep
+                                             # their reward, mask them in the loss, or subtract up to 1 over
+                                             # the last overlong_tokens (DAPO's soft punishment)
+    overlong_tokens: PositiveInt = 32        # tokens of --overlong=penalty
     skip_solved: NonNegativeInt = 0          # epochs to skip a question whose completions were all correct
     dynamic_sampling: bool = False           # replace groups with zero variance (DAPO, Yu et al. 2025)
-    max_rounds: PositiveInt = 4              # of dynamic sampling per step
+    max_rounds: PositiveInt = 4              # rounds of dynamic sampling per step, at most
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
                                              # loss_denominator; cispo also changes the clipping
-    advantage_scale: Literal["none", "group"] = "none"          # group: divide by its deviation (GRPO)
+    advantage_scale: Literal["none", "group"] = "none"     # group: advantage / standard deviation (GRPO)
     clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
-    clip_high: NonNegativeFloat = 0.28       # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
+    clip_high: NonNegativeFloat = 0.28       # clip ratios above 1 + clip_high (DAPO; PPO: 0.2; cispo: 4)
     beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the reference model: k3
                                              # (Schulman 2020) times the ratio, which makes its gradient
                                              # unbiased; 0: no reference model is loaded
     teacher: str | None = None               # the reference model, as --init_from names one, for distillation
                                              # on the model's own samples (Agarwal et al. 2023) with --beta=1;
                                              # None: the initial model
-    distill: Literal["reverse", "forward"] = "reverse"          # with a teacher: the divergence from it on
-                                             # sampled ids; or its divergence from the model, over all ids
-    reward_weight: NonNegativeFloat = 1.0    # of the advantages; 0: the KL divergence alone trains
+    distill: Literal["reverse", "forward"] = "reverse"     # with a teacher: the model's divergence from it on
+                                             # sampled ids (reverse), or its divergence from the model over
+                                             # all ids (forward)
+    reward_weight: NonNegativeFloat = 1.0    # weight of the advantages; 0: the KL divergence alone trains
     inner_epochs: PositiveInt = 1            # passes over a step's completions
     mini_batches: PositiveInt = 1            # optimizer steps per pass
     surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
                                              # tasks' gradients (Yu et al. 2020)
-    surgery_buffers: Literal["device", "bf16", "cpu"] = "device"       # each task's gradient: fp32 or bf16 on
-                                             # the device, or in host memory
+    surgery_buffers: Literal["device", "bf16", "cpu"] = "device"  # PCGrad keeps each task's gradient in fp32
+                                             # (device) or bf16 on the device, or in host memory (cpu)
     tis_cap: NonNegativeFloat = 0.0          # e.g. 2: truncated importance sampling (Yao et al. 2025), which
                                              # corrects for engine logprobs unlike the trainer's; 0: off
-    # optimizer (runtime/options.py has its further options and those of adapters, --lora_rank)
+    # optimizer
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
     learning_rate: NonNegativeFloat | None = None     # None: 3e-4 for a million parameters, less for more
                                              # (docs/training.md), 2e-4 with LoRA
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
-    warmup_steps: NonNegativeInt = 5
+    optimizer: Literal["adamw", "muon"] = "adamw"     # muon: of the matrices inside blocks; AdamW of the rest
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"  # wsd: decay at the end
+    warmup_steps: NonNegativeInt = 5         # steps in which the rate rises
     # machine
     tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see batch.token_cost;
                                              # halved until it fits in memory. None: 65536, on a CPU 2048
     compile: bool = False                    # torch.compile of the update
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
-    eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
-    eval_questions: Count = 200              # greedy, of split valid; of a dataset at most a tenth, held out
+    eval_interval: NonNegativeInt = 50       # steps between evaluations; also at the start and end; 0: never
+    eval_questions: Count = 200              # questions of an evaluation, greedy, of split valid; of a
+                                             # dataset at most a tenth, held out
     record: Literal["all", "none"] | PositiveInt = 500       # megabytes of completions in out_dir/rollouts
                                              # (the quickstart has 3), or all, or none
-    log_interval: PositiveInt = 1            # steps
+    log_interval: PositiveInt = 1            # steps between log lines
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
                                              # per core, at most 8 in total
-    reward_pool: Literal["process", "thread", "serial"] = "process"  # only a process can be killed
+    reward_pool: Literal["process", "thread", "serial"] = "process"  # of verifiers; a process can be killed
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
                                              # completion is an error and is not trained on
     tokenizer: str | None = None             # of a model without tokenizer.json: gpt2, bytes, or a folder
     # speed: bench.py --ladder measures the gain of each
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    cuda_graphs: bool = True                 # in sampling
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"  # of torch.compile
+    cuda_graphs: bool = True                 # CUDA graphs in sampling
 
     # Not an option: learning_rate where that is None, see optim.default_learning_rate
     default_rates = (None, 3e-4, 2e-4)

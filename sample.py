@@ -5,8 +5,6 @@
     python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --chat         /reset, /temperature 0.7; Ctrl-D ends
     python sample.py out/base --interactive                                   one independent prompt per line
     torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
-
-Options, as --key=value:
 """
 import dataclasses
 import random
@@ -38,9 +36,9 @@ class Config:
     versus: str | None = None                # another model, whose samples are shown beside
     interactive: bool = False                # read independent prompts from standard input, one per line
     chat: bool = False                       # one conversation; Ctrl-C ends an answer
-    num_samples: Count = 1
-    max_new_tokens: PositiveInt = 128
-    temperature: NonNegativeFloat = 0.8      # 0: greedy
+    num_samples: Count = 1                   # samples of the prompt
+    max_new_tokens: PositiveInt = 128        # longest sample
+    temperature: NonNegativeFloat = 0.8      # of sampling; 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
     top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
@@ -52,9 +50,9 @@ class Config:
                                              # or a folder with one
     deterministic: bool = False              # samples do not depend on their number, bit for bit (see
                                              # engine/runner.py)
-    seed: NonNegativeInt = 0
-    device: str = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    seed: NonNegativeInt = 0                 # of samples
+    device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # precision of sampling
 
 
 def open_task(cfg):

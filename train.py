@@ -3,13 +3,11 @@
     python train.py                                     a small model on generated text, on any machine
     python train.py --dataset=book.txt --out_dir=out/book
     python train.py config/cpu_small.py --learning_rate=0.02
-    python train.py --init_from=resume --out_dir=out/book
+    python train.py --dataset=book.txt --out_dir=out/book --resume=auto
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
         --lora_rank=16 --optimizer=adamw
     torchrun --nproc_per_node=2 train.py config/...
-
-Options, as --key=value:
 """
 import dataclasses
 from dataclasses import dataclass
@@ -44,11 +42,11 @@ from text.tokenizer import Tokenizer
 
 
 @dataclass
-class Config(RunOptions):
+class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints, ...
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
-    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
-                                             # Face folder, GGUF file or hub name
+    init_from: str = "scratch"               # scratch, a run folder, a Hugging Face folder, GGUF file or hub
+                                             # name; resume: the run in out_dir, see --resume
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
@@ -62,63 +60,65 @@ class Config(RunOptions):
     max_steps: PositiveInt | None = None     # limit in optimizer steps
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
-    # optimizer (runtime/options.py has its further options and those of adapters, --lora_rank)
-    learning_rate: NonNegativeFloat | None = None     # peak (Muon's updates have AdamW's size). None: 0.01
-                                             # from scratch, 1e-3 with LoRA, else 2e-3 for a million
+    # optimizer
+    learning_rate: NonNegativeFloat | None = None     # peak rate (Muon's updates have AdamW's size). None:
+                                             # 0.01 from scratch, 1e-3 with LoRA, else 2e-3 for a million
                                              # parameters and less for more (docs/training.md)
-    optimizer: Literal["adamw", "muon"] = "muon"
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
-    warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
-    dropout: Fraction = 0.0                  # 0.1-0.2 for many epochs
+    optimizer: Literal["adamw", "muon"] = "muon"     # muon: of the matrices inside blocks; AdamW of the rest
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"  # wsd: constant, then linear decay
+    warmup_steps: NonNegativeInt | None = 10     # steps in which the rate rises; None: 10% of all, at most 50
+    dropout: Fraction = 0.0                  # typical: 0.1-0.2 for many epochs
     teacher: str | None = None               # distil from this model, named as in --init_from
                                              # (experimental/distillation.py)
-    teacher_weight: UnitInterval = 0.5       # of its KL divergence; the rest is the cross entropy's
+    teacher_weight: UnitInterval = 0.5       # share of the loss that is the KL divergence from the teacher
     # model
-    n_layer: PositiveInt = 4
-    n_head: PositiveInt = 2
+    n_layer: PositiveInt = 4                 # blocks
+    n_head: PositiveInt = 2                  # attention heads
     n_embd: PositiveInt = 128                # width of the residual stream
     n_kv_head: PositiveInt | None = None     # key/value heads; None: n_head
-    head_dim: PositiveInt | None = None      # None: n_embd / n_head
-    mlp_hidden: PositiveInt | None = None    # None: 4 n_embd, or 8/3 n_embd with swiglu
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    position: Literal["rope", "learned"] = "rope"
+    head_dim: PositiveInt | None = None      # channels of a head; None: n_embd / n_head
+    mlp_hidden: PositiveInt | None = None    # width inside an MLP; None: 4 n_embd, or 8/3 n_embd with swiglu
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"     # normalisation layers
+    position: Literal["rope", "learned"] = "rope"     # rotary angles, or learned vectors
     qk_norm: bool = True                     # RMSNorm of queries and keys
-    mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"
-    bias: bool = False                       # in all linear layers
+    mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"  # activation of the MLPs
+    bias: bool = False                       # bias terms in all linear layers
     tied_head: bool = False                  # share weights between embedding and head
-    logit_softcap: NonNegativeFloat = 0.0    # e.g. 15; 0: off
-    mixer: Literal["softmax", "favor", "linear"] = "softmax"  # linear attention (docs/okadfa.md)
-    mixer_rule: Literal["sum", "delta"] = "sum"       # linear attention: add values to the state, or replace
-    mixer_features: PositiveInt = 256        # favor: random features per head
+    logit_softcap: NonNegativeFloat = 0.0    # e.g. 15: logits are bent to stay between -15 and 15; 0: off
+    mixer: Literal["softmax", "favor", "linear"] = "softmax"  # attention; the others: docs/okadfa.md
+    mixer_rule: Literal["sum", "delta"] = "sum"     # linear attention: add values to the state, or replace
+    mixer_features: PositiveInt = 256        # of --mixer=favor: random features per head
     # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
                                              # the top to each block through a fixed matrix; feedback_micro:
                                              # to three points of each block
-    feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one per block, one for all blocks,
-                                             # or the unchanged error
-    trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"     # a number counts from the top
+    feedback_matrix: Literal["each", "shared", "identity"] = "each"  # of --backward=feedback: per block, one
+                                             # for all, or the error unchanged
+    trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"  # blocks that are trained; a
+                                             # number: so many, from the top
     orthogonality: NonNegativeFloat = 0.0    # e.g. 0.01: weight of a penalty on attention's projections
-    orthogonality_warmup: PositiveInt = 1000     # steps in which the weight rises
+    orthogonality_warmup: PositiveInt = 1000     # steps in which the penalty's weight rises
     # machine
-    compile: bool | None = None              # None: on a GPU only (on a CPU it pays after about five minutes)
+    compile: bool | None = None              # torch.compile; None: on a GPU only (a CPU gains after five
+                                             # minutes)
     # evaluation, log, checkpoints
-    eval_interval: PositiveInt = 100         # steps; also after the last one
-    eval_tokens: PositiveInt | None = None   # None: the whole validation split
+    eval_interval: PositiveInt = 100         # steps between evaluations; also after the last step
+    eval_tokens: PositiveInt | None = None   # validation tokens; None: the whole split
     eval_only: bool = False                  # evaluate once and exit without writing anything
     patience: NonNegativeInt = 0             # stop after this many evaluations without a new best; 0: never
-    log_interval: PositiveInt = 10           # steps
+    log_interval: PositiveInt = 10           # steps between log lines
     # data, in detail
     text_key: str = "text"                   # text field of .jsonl, .parquet and hub datasets
     data_dir: str = "data"                   # folder for tokenised texts
     prompt: str | None = None                # examples in .json or of a task: prompt template with {} for
                                              # the question; None: datagen.py's, or the task's
-    instruction: str | None = None           # for the same examples: system message of a chat model
+    instruction: str | None = None           # examples in .json or of a task: system message of a chat model
     valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    loss_chunks: NonNegativeInt = 0          # chunks for head and loss; 0: by size
+    loss_chunks: NonNegativeInt = 0          # chunks in which head and loss are computed; 0: by size
     num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
-    pin_memory: bool = True                  # on a GPU
+    pin_memory: bool = True                  # copy batches from page-locked memory, on a GPU
     prefetch: Annotated[int, Bounds(1, 256)] = 2     # steps loaded ahead per loader process
 
     # Not an option: learning_rate where that is None, see optim.default_learning_rate

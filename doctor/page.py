@@ -3,8 +3,6 @@ HTML file that needs no server and no network.
 
     python -m doctor.page out/grpo                           out/grpo/report.html
     python -m doctor.page out/quickstart --change            tokens also shaded by how training changed them
-
-Options, as --key=value:
 """
 import html
 import json

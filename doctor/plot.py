@@ -3,8 +3,6 @@
     python -m doctor.plot out/a out/b
     python -m doctor.plot out/a --x=time --output=a.png
     python -m doctor.plot out/a --expected=quickstart_grpo    with the range of its seeds (expected/seeds)
-
-Options, as --key=value:
 """
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,7 +4,7 @@
     python -m doctor.regrade data/rft.attempts.jsonl --task=unit_conversion
 
 Prints how many rewards differ, how many advantages change their sign, and the clearest cases; writes the
-other scores into regrade.json beside the records, which doctor.page shows. Options, as --key=value:
+other scores into regrade.json beside the records, which doctor.page shows.
 """
 import json
 from collections import defaultdict

@@ -4,8 +4,6 @@
         the share of problems that each teacher solves, and the problems that none solves
     python -m runs.countdown out/countdown
         a table, summary.json, traces.txt and summary.png of a finished pipeline
-
-Options, as --key=value:
 """
 import json
 import random

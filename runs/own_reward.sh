@@ -35,7 +35,7 @@ ask "the United Kingdom" London Canada Ottawa Finland Helsinki Denmark Copenhage
 
 task=("--task=$out/short.py" --max_new_tokens=48)
 "$python" grpo.py --init_from="$model" "${task[@]}" --dataset="$out/questions.jsonl" --out_dir="$out/run" \
-    --overwrite --seed="$seed" --lora_rank=16 --prompts_per_step=8 --k_samples=6 --max_steps=6 --learning_rate=2e-4 \
+    --overwrite --seed="$seed" --lora_rank=16 --prompts_per_step=8 --k_samples=6 --max_steps=6 \
     --eval_interval=0 --save_interval=6
 "$python" eval.py --compare "$model" "$out/run" "${task[@]}" --dataset="$out/held_out.jsonl" --few_shot=0 \
     --num_samples=4 --temperature=1 --seed="$seed" --output="$out/answers.jsonl"

@@ -24,12 +24,12 @@ also="matplotlib transformers gguf"; source runs/setup.sh
 if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     : "${grpo:=100}"
     batch="--batch_size=32" oversample=10 samples=8 tokens=128
-    rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4"
+    rollout="--prompts_per_step=32 --k_samples=16"
 else
     # One worked solution in six has more than 80 tokens; few steps don't teach these.
     : "${grpo:=24}"
     batch="--batch_size=8" oversample=5 samples=2 tokens=80
-    rollout="--prompts_per_step=24 --k_samples=8 --learning_rate=3e-4"
+    rollout="--prompts_per_step=24 --k_samples=8 --learning_rate=3e-4"     # few steps: above the default, 2e-4
 fi
 : "${sft:=64}" "${asked:=1000}" "${questions:=500}"
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
@@ -54,7 +54,7 @@ evaluate() {                             # evaluate NAME FLAGS...: all models on
 # worked examples exist at a level; a path has questions and answers only
 examples=${task%%:*}; case $task in *:[123]) examples=$task ;; esac
 stage sft "$python" train.py --init_from="$model" --dataset="examples:$examples" --out_dir="$out/sft" $adapters \
-    --batch_size=8 --max_steps="$sft" --block_size=256 --learning_rate=1e-3 --lr_schedule=linear --warmup_steps=5
+    --batch_size=8 --max_steps="$sft" --block_size=256 --lr_schedule=linear --warmup_steps=5
 stage datagen "$python" datagen.py --init_from="$out/sft" "${ask[@]}" --output="$out/rft.json" --seed="$seed" \
     --num_questions="$asked" --oversample=$oversample --keep_per_question=1 --stop_early=true \
     --temperature=0.8

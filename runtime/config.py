@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from runtime.usage import help_text, is_first_rank, load_package
+from runtime.usage import is_first_rank, load_package
 
 # Options that are not inherited from the run that is resumed, which has a copy of its tokenizer
 NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only", "tokenizer")
@@ -108,6 +108,7 @@ def read_arguments(Config, argv, positional=None):
         if any("\ud800" <= c <= "\udfff" for c in arg):       # undecodable bytes
             raise BadInput(f"{ascii(arg)} is not UTF-8: encode it as UTF-8.")
         if arg in ("-h", "--help"):
+            from runtime.help import help_text
             print(help_text(Path(inspect.getfile(Config)).read_text(encoding="utf-8")))
             sys.exit(0)
         elif arg.startswith("--"):
@@ -125,8 +126,8 @@ def read_arguments(Config, argv, positional=None):
         elif positional and positional not in given:
             given[positional] = arg
         else:
-            raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form "
-                           "--key=value.")
+            from runtime.unknown import answer_to_word
+            raise BadInput(answer_to_word(arg, fields))
     check_paths(given, fields)
     return given
 
@@ -265,9 +266,8 @@ def read_file(path):
 def check_known(key, fields, source):
     """Raise BadInput for a key that is no field. source: the flag, or the file and the name."""
     if key not in fields:
-        near = difflib.get_close_matches(key.replace("-", "_"), fields, n=1)
-        raise BadInput(f"{source} is not an "
-                       f"option{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
+        from runtime.unknown import answer_to_option
+        raise BadInput(answer_to_option(key, source, fields))
 
 
 def choices(hint):

@@ -44,6 +44,7 @@ SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION
         "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 # Up to this version cuDNN's attention has given NaN gradients at some lengths.
 CUDNN_VERSION = 91500
+heap_is_reserved = False                     # see reserve_heap
 PROCESS_WIDE = contextlib.ExitStack()        # contexts that last until the process ends
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -325,7 +326,7 @@ def cpu_multiplies_bf16():
 
 def keep_freed_memory():
     """Let glibc reuse the memory of freed tensors instead of returning it, which would cost page faults at
-    every step (measured in docs/notes.md)."""
+    every step, and take it in huge pages (measured in docs/notes.md)."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
@@ -336,9 +337,32 @@ def keep_freed_memory():
     M_ARENA_MAX = -8
     if not mallopt(M_MMAP_THRESHOLD, 1 << 30):                # older versions accept at most 32 MiB
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TRIM_THRESHOLD, -1)                             # never
     mallopt(M_TOP_PAD, 64 << 20)
     mallopt(M_ARENA_MAX, 1)              # else autograd's thread gets its own arena
+    reserve_heap()
+
+
+def reserve_heap():
+    """Extend glibc's heap by most of the machine's memory, advised to have pages of 2 MiB instead of 4 KiB
+    (Linux). A page takes memory when it is first written. Without effect where the system refuses."""
+    global heap_is_reserved
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    M_MMAP_MAX = -4
+    MADV_HUGEPAGE = 14
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3
+    libc.mallopt(M_MMAP_MAX, 0)          # else malloc takes so large a block from elsewhere
+    block = libc.malloc(size)
+    libc.mallopt(M_MMAP_MAX, 65536)      # the default
+    if block:
+        page = os.sysconf("SC_PAGE_SIZE")
+        libc.madvise(block // page * page, size, MADV_HUGEPAGE)
+        libc.free(block)
+        heap_is_reserved = True
 
 
 def ignore_alignment():
@@ -354,3 +378,5 @@ def return_freed_memory():
     """Return the memory of freed tensors to the system; glibc keeps it after keep_freed_memory()."""
     with contextlib.suppress(OSError, AttributeError, TypeError):            # not glibc
         ctypes.CDLL(None).malloc_trim(0)
+    if heap_is_reserved:                 # and free in whole
+        reserve_heap()

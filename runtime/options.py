@@ -15,44 +15,45 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 @dataclass
 class RunOptions:
-    # the run, further options
-    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir, else start one
+    # the run
+    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir, or start it
     overwrite: bool = False                  # replace the run in out_dir
-    # optimizer, further options
-    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
-    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
-    weight_decay: NonNegativeFloat = 0.0     # of matrices
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    muon_momentum: Fraction = 0.9
-    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
+    # optimizer
+    cooldown: UnitInterval = 0.4             # of wsd: fraction of steps in which the rate decays
+    min_lr: NonNegativeFloat = 0.0           # learning rate at the end of the schedule
+    weight_decay: NonNegativeFloat = 0.0     # of matrices; other parameters have none
+    beta1: Fraction = 0.9                    # AdamW's average of gradients
+    beta2: Fraction = 0.95                   # AdamW's average of squared gradients
+    muon_momentum: Fraction = 0.9            # Muon's average of gradients
+    grad_clip: NonNegativeFloat = 1.0        # largest global gradient norm; 0: no limit
     # adapters (LoRA)
     lora_rank: NonNegativeInt = 0            # e.g. 16: train adapters of this rank on the frozen weights of
                                              # init_from, which are then grpo.py's reference model; 0: off
-    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
+    lora_alpha: PositiveFloat | None = None  # adapters' scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; the weights are fp32
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass, which saves memory
     parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # replicate the weights (ddp), or shard them over
                                              # all ranks (fsdp) or the ranks of a node (hybrid)
     sum_locally: bool = False                # reduce gradients only at the last micro-step (FSDP no_sync);
                                              # costs one full gradient of memory per rank
     deterministic: bool = False              # only kernels with reproducible results
-    seed: NonNegativeInt = 0
-    # checkpoints, logs
-    save_interval: PositiveInt = 100         # steps; also after the last, at a new best, after each epoch of
-                                             # examples and at a stop signal
-    keep_last: PositiveInt = 2               # checkpoints, besides the best
+    seed: NonNegativeInt = 0                 # of initial weights, batches and samples
+    # evaluation, log, checkpoints
+    save_interval: PositiveInt = 100         # steps from checkpoint to checkpoint; also after the last step,
+                                             # at a new best, after each epoch of examples and at a stop
+                                             # signal
+    keep_last: PositiveInt = 2               # newest checkpoints that are kept, besides the best
     save_only_model: bool = False            # weights only: a third to a half of the size, but no resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)
     tensorboard: bool = False                # log to out_dir/tensorboard
     wandb: bool = False                      # log to Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # speed: bench.py --ladder measures the gain of each
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
-    tf32: bool = True                        # fp32 products on tensor cores
-    fused_adamw: bool = True
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"  # kernel
+    tf32: bool = True                        # TF32 for fp32 products on tensor cores
+    fused_adamw: bool = True                 # AdamW's update in one kernel
     keep_memory: bool = True                 # on a CPU, keep freed memory in the process to avoid page faults
 
     learning_rate_reason = ""                # not an option: why learning_rate has its default, see optim

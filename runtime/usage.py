@@ -1,6 +1,5 @@
-"""The start of a script, before PyTorch is imported: --help from the script's own source, a message while
-PyTorch loads, and output streams that survive a closed terminal or pipe."""
-import ast
+"""The start of a script, before PyTorch is imported: --help, a message while PyTorch loads, and output
+streams that survive a closed terminal or pipe."""
 import contextlib
 import errno
 import importlib
@@ -29,6 +28,7 @@ def first_line():
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)             # until guard.run
     if {"-h", "--help"} & {*sys.argv[1:]}:
+        from runtime.help import help_text   # most runs need none
         print(help_text(source), flush=True)
         sys.exit(0)
     if sys.stdout.isatty() and is_first_rank():
@@ -122,25 +122,3 @@ def load_package(name, package=None):
 def is_first_rank():
     """Return whether this process is torchrun's rank 0 or runs alone."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def help_text(source):
-    """Return a script's docstring and every option with its default, values and comment."""
-    lines = []
-    options = source.partition("\nclass Config:\n")[2]
-    if not options:
-        options = source.partition("\nclass Config(RunOptions):\n")[2].partition("\n\n")[0] + "\n"
-        options += (Path(__file__).parent / "options.py").read_text(encoding="utf-8").partition("class RunOptions:\n")[2]
-    for line in options.splitlines():
-        if re.match(r"\S|    (@|def )", line):            # the end of the fields
-            break
-        if heading := re.match(r"    # (.*)", line):
-            lines.append(f"\n{heading[1]}")
-        elif option := re.match(r"    (\w+): (.*?) = ([^#]*?)\s*(?:# (.*))?$", line):
-            name, kind, default, comment = option.groups()
-            values = " | ".join(re.findall(r'"([^"]*)"', kind))
-            about = ". ".join(filter(None, (values, comment)))
-            lines.append(f"  --{name + '=' + default:<40} {about}".rstrip())
-        elif continuation := re.match(r" {20,}# (.*)", line):
-            lines[-1] += f" {continuation[1]}"
-    return f"{(ast.get_docstring(ast.parse(source)) or '').strip()}\n" + "\n".join(lines)

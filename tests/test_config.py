@@ -1,13 +1,17 @@
 import contextlib
 import importlib
+import inspect
 import math
+import re
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 import train
-from runtime import config, guard
+from runtime import config, guard, help, unknown
 from runtime.config import BadInput, Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -238,3 +242,97 @@ def test_help_has_every_option_with_default_choices_and_comment(capsys):
     text = capsys.readouterr().out
     assert e.value.code == 0
     assert all(word in text for word in ("--learning_rate=1e-3", "typical: 3e-4, of a small model", "--n_kv_head=None", "adamw | muon", "the rest"))
+
+
+SCRIPTS = ("train", "grpo", "datagen", "eval", "sample", "bench", "compare", "hf")
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "doctor.page", "doctor.plot", "doctor.regrade", "text.bpe"])
+def test_help_is_wrapped_and_has_each_option_and_section_once(script):
+    Config = importlib.import_module(script).Config
+    source = Path(inspect.getfile(Config)).read_text()
+    options = [option for section in help.sections_of(source).values() for option in section]
+    assert [option.name for option in options if option.name in Config.__dataclass_fields__] == [option.name for option in options]
+    assert {option.name for option in options} == set(Config.__dataclass_fields__)
+    headings = list(help.sections_of(source))
+    alike = Counter(re.split(r"[,:.(]", heading)[0].strip() for heading in headings if heading)
+    assert alike.pop("data", 1) <= 2 and set(alike.values()) <= {1}, headings         # "data" and "data, in detail"
+    for width in (40, 60, 80, 110, 200):
+        text = help.help_text(source, width).partition("Options with their defaults")[2]
+        assert max(map(len, text.splitlines())) <= max(60, min(110, width))
+        flags = re.findall(r"^  --(\w+)=", text, re.M)
+        assert len(flags) == len(options) and set(flags) == set(Config.__dataclass_fields__)
+        words = " ".join(text.split())
+        assert all(option.comment in words and " | ".join(option.choices) in words for option in options)
+        unindented = " ".join(line for line in text.splitlines()[1:] if line and line[0] != " ")
+        assert unindented == " ".join(filter(None, headings))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_comments_of_options_can_be_read_alone(script):
+    source = Path(inspect.getfile(importlib.import_module(script).Config)).read_text()
+    for section in help.sections_of(source).values():
+        for option in section:
+            assert option.comment or option.choices, option.name
+            assert not re.match(r"(and|or|but|its?|these|there|same|also|more) ", option.comment), option
+
+
+def answered(script, flag):
+    with pytest.raises(BadInput) as e:
+        config.read_arguments(importlib.import_module(script).Config, [flag])
+    return str(e.value)
+
+
+def test_an_option_of_another_tool_is_answered_by_ours():
+    """Each suggestion is an option of the script, or of the script that the sentence names."""
+    fields = {script: importlib.import_module(script).Config.__dataclass_fields__ for script in SCRIPTS}
+    theirs = {word for line in unknown.OPTIONS.strip().splitlines() for word in line.partition(":")[2].split()}
+    theirs |= {word for words in unknown.SENTENCES.values() for word in words.split()}
+    own = {name for names in fields.values() for name in names}
+    named = [line.partition(":")[0].split() for line in unknown.OPTIONS.strip().splitlines()]
+    assert not theirs & own - {"resume"} and {word.partition("=")[0] for words in named for word in words} <= own
+    assert len(inspect.getsource(unknown).partition("OPTIONS =")[2].partition("def ")[0].splitlines()) <= 64      # 60 of the tables
+    for script, names in fields.items():
+        for word in sorted(theirs | own - set(names)):
+            text = unknown.answer_to_option(word, f"--{word}", names)
+            assert text.startswith(f"--{word} is not an option") and text[-1] in ".?" and "\n" not in text and ". " not in text
+            used = re.search(r"use --(\w+)", text) or re.search(r"mean (\w+)\?", text)
+            has = re.search(r"here: (.*) ha(?:s|ve) --(\w+)", text)
+            if used:
+                assert used[1] in names, text
+            elif has:
+                assert all(has[2] in fields[other] for other in re.findall(r"(\w+)\.py", has[1])), text
+            else:
+                assert any(sentence in text for sentence in unknown.SENTENCES) or word in own and "--help" in text, text
+
+
+@pytest.mark.parametrize("script, flag, ours", [
+    ("train", "mixed_precision", "dtype=auto, which is the default"), ("train", "fp16", "dtype=fp16"), ("train", "bf16", "dtype=bf16"),
+    ("grpo", "use_amp", "dtype=auto"), ("train", "d_model", "n_embd"), ("train", "num_layers", "n_layer"), ("train", "num_heads", "n_head"),
+    ("train", "hidden_size", "n_embd"), ("train", "max_seq_length", "block_size"), ("grpo", "max_seq_length", "max_prompt_tokens"),
+    ("train", "checkpoint_dir", "out_dir"), ("datagen", "output_dir", "output"), ("train", "per_device_train_batch_size", "batch_size"),
+    ("grpo", "micro_batch_size", "tokens_per_micro_batch"), ("grpo", "batch_size", "prompts_per_step"), ("grpo", "num_generations", "k_samples"),
+    ("datagen", "num_generations", "oversample"), ("eval", "k_samples", "num_samples"), ("grpo", "max_completion_length", "max_new_tokens"),
+    ("train", "max_iters", "max_steps"), ("train", "lr", "learning_rate"), ("train", "logging_steps", "log_interval"),
+    ("train", "save_steps", "save_interval"), ("grpo", "parallel_rewards", "reward_pool=process"), ("eval", "parallel_rewards", "reward_workers"),
+    ("grpo", "kl_coef", "beta"), ("grpo", "algorithm.kl-coef", "beta"), ("eval", "model", "models"), ("sample", "init_from", "model")])
+def test_the_answer_depends_on_the_script(script, flag, ours):
+    assert re.match(rf"--{flag} is not an option: use --{ours}\b", answered(script, f"--{flag}=1"))
+
+
+def test_answers_that_are_no_option_of_the_script(tmp_path):
+    assert answered("train", "--use_ddp") == "--use_ddp is not an option: torchrun --nproc_per_node=N runs a script on N GPUs."
+    assert answered("grpo", "--d_model=8") == "--d_model is not an option here: train.py has --n_embd."
+    assert answered("eval", "--lr=1") == "--lr is not an option here: train.py and grpo.py have --learning_rate."
+    assert "repeated" in answered("datagen", "--resume")
+    (tmp_path / "c.py").write_text("lr = 1")
+    assert answered("train", f"{tmp_path}/c.py") == f"{tmp_path}/c.py: lr is not an option: use learning_rate."
+
+
+def test_a_data_file_is_answered_by_its_option(tmp_path):
+    assert answered("datagen", "data/rft.json") == "'data/rft.json' is not a config file, which ends in .py: write --output=data/rft.json."
+    for script, word, option in ("train", "book.txt", "dataset"), ("grpo", "q.jsonl", "dataset"), ("train", "a.gguf", "init_from"):
+        assert answered(script, word).endswith(f": write --{option}={word}.")
+    (tmp_path / "config.json").touch()
+    assert answered("grpo", f"{tmp_path}").endswith(f"write --init_from={tmp_path}.")
+    assert "neither a config file" in answered("compare", "x.json")

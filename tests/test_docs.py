@@ -29,7 +29,7 @@ RUN = {
     "python train.py --resume=auto --dataset=book.txt --out_dir=out/book": GO_ON,
     "torchrun --max-restarts=10 --nproc_per_node=2 train.py --resume=auto --dataset=book.txt --out_dir=out/book": GO_ON,
     "torchrun --nproc_per_node=2 train.py --parallel=fsdp --dataset=book.txt": SCRATCH + " --out_dir=out/shared",
-    "python train.py --init_from=resume --out_dir=out/book --eval_only": "--eval_tokens=320 --device=cpu",
+    "python train.py --resume=auto --out_dir=out/book --eval_only": "--eval_tokens=320 --device=cpu",
     "python train.py --init_from=out/book --out_dir=out/next": "--max_steps=1 --batch_size=2 --eval_tokens=320 --device=cpu",
     "python train.py config/cpu_small.py --dataset=input.txt --learning_rate=0.01": SCRATCH + " --mlp_hidden=64 --head_dim=16",
     "python train.py --dataset=book.txt --backward=feedback --out_dir=out/feedback": SCRATCH + " --n_layer=2",
@@ -51,10 +51,10 @@ RUN = {
     "python train.py config/rft.py --init_from=out/base --dataset=data/rft.json --out_dir=out/rft": "--max_steps=1 --device=cpu",
     "python eval.py --compare out/base out/rft --task=unit_conversion": ASK,
     "python grpo.py config/grpo.py --init_from=out/rft --out_dir=out/grpo": RL,
+    "python grpo.py config/grpo.py --init_from=out/rft --out_dir=out/grpo --resume=auto": RL + " --max_steps=2",
     "python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion": RL + " --overwrite",
     "OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 grpo.py config/grpo.py --init_from=out/rft": RL + " --overwrite",
     "python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion@2+countdown:4+arithmetic": RL + " --overwrite",
-    "python grpo.py --init_from=resume --out_dir=out/grpo": RL + " --max_steps=2",
     "python grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl --out_dir=out/mine": RL,
     "python grpo.py config/grpo.py --init_from=out/base --teacher=out/rft --beta=1 --reward_weight=0": RL + " --out_dir=out/taught",
     "python train.py config/rft.py --init_from=out/base --dataset=data/rft.json --teacher=out/rft": "--max_steps=1 --device=cpu --out_dir=out/taught_sft",
@@ -310,7 +310,7 @@ def test_a_script_loads_only_what_its_options_name(script, files, lines):
     found = imported(ROOT / script, {})
     assert len(found) <= files and sum(found.values()) <= lines, (len(found), sum(found.values()))
     options = {"experimental", "doctor/checks", "doctor/diagnose", "hub/gguf_import", "hub/gguf_export", "hub/architectures",
-               "layers/linear_attention", "engine/state_cache"}
+               "layers/linear_attention", "engine/state_cache", "runtime/help", "runtime/unknown"}
     assert not [path for path in found for option in options if path.is_relative_to(ROOT / option) and path.stem != "__init__"
                 or path == (ROOT / option).with_suffix(".py")]
 

@@ -36,12 +36,13 @@ def off(ours, reference, at_least=0.0):
     return difference / max(at_least, math.hypot(*(b.double().norm().item() for b in reference)))
 
 
-# --- reinforcement learning, first: the suite may be cut off ---
+# --- reinforcement learning ---
 
 @pytest.mark.parametrize("knobs", [dict(compile=True), {}, dict(lora_rank=4, learning_rate=0.03)], ids=["compiled", "whole", "lora"])
 def test_reinforcement_learning_climbs(knobs, tmp_path, text, card):
     """In bf16, GRPO with LoRA once fell where fp32 rose, though losses and gradients agreed with the CPU's."""
-    trained(tmp_path / "base", text, learning_rate=0.02, device=card.type)
+    knobs = dict(compile=False) | knobs
+    trained(tmp_path / "base", text, learning_rate=0.02, device=card.type, compile=knobs["compile"])
     (tmp_path / "letters.py").write_text(TASK)
     options = GRPO | dict(init_from=tmp_path / "base", task=tmp_path / "letters.py", max_steps=30, k_samples=8, dtype="bf16", device=card.type)
     line = command(tmp_path / "run", script="grpo.py", defaults=options, **knobs)

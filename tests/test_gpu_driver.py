@@ -103,7 +103,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
 
 def test_a_stage_ends_when_the_time_for_everything_is_over(monkeypatch, tmp_path):
     sleeps = Stage("sleeps", "-c 'import time; time.sleep(60)'", 0, 50)
-    code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", sleeps, sleeps._replace(name="next", needs=1), argv=["--seconds=2"])
+    code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", sleeps, sleeps._replace(name="next", needs=1), argv=["--minutes=0.033"])
     assert code == 1 and [(line["stage"], line["status"]) for line in lines[1:]] == [("sleeps", "timeout"), ("next", "skipped")]
     assert lines[1]["seconds"] < 10
 
@@ -166,7 +166,7 @@ def test_broken(broken):
 def test_real_stages(monkeypatch, tmp_path, capsys):
     """The card's, the kernels' and some of the tests that are marked gpu, on the CPU."""
     monkeypatch.setenv("NANORFT_GPU_TESTS_ON", "cpu")
-    card, correctness, _, _, attention, *_ = run.STAGES
+    card, correctness, attention = (next(stage for stage in run.STAGES if stage.name == name) for name in ("card", "correctness", "attention"))
     monkeypatch.setitem(globals(), "CARD", card._replace(command=card.command + " --device=cpu"))
     code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl",
                            correctness._replace(command=correctness.command + " -k fp16_that"),
@@ -227,17 +227,60 @@ def test_bench_knows_every_knob_of_the_stages(stage):
         if cfg.stage == "train" and cfg.model != "auto":       # the shape with these options is that of a model
             options = shape_options(script.config, SHAPES[cfg.model]) | {name: getattr(script.config, name) for name in script.given}
             GPTConfig(vocab_size=300, **{name: value for name, value in options.items() if hasattr(GPTConfig, name)})
-    assert stage.needs < stage.timeout and stage.beside in {"", *(other.name for other in run.STAGES)}
+    before = [other.name for other in run.STAGES[:run.STAGES.index(stage)]]
+    assert stage.needs < stage.timeout and stage.beside in ["", *before]
 
 
-def test_the_least_seconds_of_all_stages_fit():
-    """So that each has a chance to run in 540 seconds."""
-    assert sum(stage.needs for stage in run.STAGES) < run.Config.seconds
+def test_the_order_of_the_day(monkeypatch, tmp_path):
+    """All real stages with a clock in place of the card: each takes 60% of its limit. The second quarter of an hour has what the
+    first did not reach, then what failed or hung, and last what passed; another kind of card begins anew."""
+    clock = [0.0]
+    card = ["Some Card"]
+    calls = []
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: True)
+
+    def run_process(command, timeout, log, env):
+        calls.append((run.shlex.join(["python", *command[1:]]), timeout))
+        name = next(stage.name for stage in run.STAGES if calls[-1][0].startswith(run.command_of(stage)))
+        clock[0] += timeout if name == "rl" else 0.6 * timeout
+        if name == "rl":
+            return None, ["compiling"]
+        told = outcome(card[0] if name == "card" else name, "failed" if name == "engine" else "ok", error="off" if name == "engine" else None,
+                       figures={"cards": 1, "memory_gb": 80, "nominal": {}, "power_limit": None, "date": "2026", "commit": "a",
+                                "driver": "1", "torch": "2", "cuda": "13", "cudnn": 9} if name == "card" else {})
+        return 0, [json.dumps(told)]
+    monkeypatch.setattr(run, "run_process", run_process)
+    monkeypatch.setattr(run, "check_machine", lambda: None)
+
+    def day():
+        calls.clear()
+        began = clock[0]
+        assert run.main(["--minutes=15", f"--output={tmp_path}/gpu.jsonl"]) in (0, 1)
+        assert clock[0] - began <= 900 and len(list(tmp_path.iterdir())) == 2
+        lines = run.read_runs(tmp_path / "gpu.jsonl")[-1]
+        assert len({line["stage"] for line in lines}) == len(run.STAGES)
+        return [line["stage"] for line in lines if line["status"] != "skipped"]
+    names = [stage.name for stage in run.STAGES]
+    first = day()
+    assert first[:9] == names[:9] and "a100_mega" in first
+    passed = {*first} - {"card", "rl", "engine"}
+    second = day()
+    assert second[0] == "card" and second[1:3] == ["rl", "engine"] and not passed & {*second[:len(second) // 2]}
+    assert {*names} - {"two-cards"} <= {*first, *second, *day()}
+    card[0] = "Other Card"
+    assert day() == first
+
+
+def test_a_quarter_of_an_hour_decides_what_changed():
+    """Even if each stage takes its limit: the tests of changed code, and GRPO eager and compiled."""
+    names = [stage.name for stage in run.STAGES]
+    assert sum(stage.timeout for stage in run.STAGES[:names.index("grpo-compiled") + 1]) <= 15 * 60
 
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--only=trian"], "no stage 'trian'; choose from card"), 
-    (["--seconds=0"], "too small"), (["--table=nothing.jsonl"], "nothing.jsonl can't be read"),
+    (["--minutes=0"], "too small"), (["--table=nothing.jsonl"], "nothing.jsonl can't be read"),
     (["--output=mine.txt"], "mine.txt exists and is not measure.gpu.run's")])
 def test_bad_input(argv, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

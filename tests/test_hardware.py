@@ -1,8 +1,12 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import ROOT
 from runtime import hardware
 from runtime.config import BadInput
 
@@ -116,3 +120,35 @@ def test_missing_devices_are_refused(monkeypatch, kw):
 def test_a_kernel_that_the_card_lacks_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="compute capability 8.0, and this is fp16 on 7.5"):
         on(monkeypatch, "Tesla T4", (7, 5), attention="flash")
+
+
+# --- huge pages on a CPU ---
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+TENSORS = """
+import torch
+from runtime import hardware
+def mebibytes():
+    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages"))
+hardware.setup(device="cpu", keep_memory=KEEP)
+some = torch.ones(32 << 20)
+print(mebibytes())
+del some
+hardware.return_freed_memory()
+print(mebibytes())
+some = torch.ones(32 << 20)
+print(mebibytes())
+"""
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="the system decides alone")
+@pytest.mark.parametrize("keep, limit", [(True, "unlimited"), (False, "unlimited"), (True, "8000000")])
+def test_tensors_on_a_cpu_have_huge_pages_and_give_them_back(keep, limit):
+    """Unless memory is not kept, or the address space is limited (the command then runs without)."""
+    command = f"ulimit -v {limit}; exec {sys.executable} -c '{TENSORS.replace('KEEP', str(keep))}'"
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, returned, again = map(int, run.stdout.split())
+    if keep and limit == "unlimited":
+        assert min(first, again) >= 120 and returned <= 8
+    else:
+        assert first == returned == again == 0

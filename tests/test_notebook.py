@@ -54,7 +54,7 @@ def small(folder):
     steps = dict(max_steps=2, prompts_per_step=2, num_questions=20, eval_questions=4)
     return {
         "OUT": f"{folder}", "RANKS": 1, "TASK": dict(task=f"{folder}/easy.py", max_new_tokens=16),
-        "BASE": shape | {"dataset": f"{folder}/letters.txt"}, "DATAGEN": dict(oversample=8, temperature=1),
+        "MICRO": dict(base_steps=100, grpo_steps=1), "BASE": shape | {"dataset": f"{folder}/letters.txt"}, "DATAGEN": dict(oversample=8, temperature=1),
         "RFT": dict(max_steps=1), "GRPO": steps, "TEST": dict(num_questions=4), "OWN_REWARD": steps,
         "OWN_TEXT": shape | {"max_steps": 1}, "SAMPLE": dict(max_new_tokens=4),
     }
@@ -102,6 +102,7 @@ def test_the_whole_notebook(tmp_path, monkeypatch):
     for name in ("easy", "my_reward"):
         lines = [json.loads(line) for line in (tmp_path / {"easy": "grpo"}.get(name, name) / "metrics.jsonl").read_text().splitlines()]
         assert lines[0]["config"]["task"] == f"{tmp_path}/{name}.py" and any("parts/short" in line for line in lines) == (name == "my_reward")
+    assert "grpo: " in shown(cell_with(notebook.cells, "import micro"))[0]
     compared, _ = shown(cell_with(notebook.cells, "eval.py --compare"))
     assert all(f"{tmp_path}/{name}" in compared for name in ("base", "rft", "grpo")) and "test questions" in compared
     judged, _ = shown(cell_with(notebook.cells, "-m doctor "))

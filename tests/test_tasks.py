@@ -327,6 +327,19 @@ def test_gsm8k_splits_share_no_question(stories):
     assert task.questions("test")[0]["answer"] == "7985" and len(task.examples(4)) == 4
 
 
+def test_gsm8k_in_verl_s_form(stories):
+    task = tasks.load(stories.replace("gsm8k", "gsm8k_hashes", 1))
+    question = task.questions("test")[0]
+    assert question["answer"] == "7985" and task.prompt.format("How many?").startswith("How many? Let's think step by step")
+    assert task.module.reward(question, task.module.solution(question)) == 1
+    said = {"#### 7,985": 1, "so #### 12\n#### 7985 eggs": 1, "#### 7985\n#### 12": 0, "####7985": 0, "#### 7985.0": 0, "7985": 0, "": 0,
+            "<answer>7985</answer>": 0}
+    assert {text: task.module.reward(question, text) for text in said} == said
+    raw = {"question": "How many?", "answer": "They are 3 * 3 = <<3*3=9>>9.\n#### 9"}
+    assert task.module.reward(raw, "#### 9") == 1 and task.module.reward(raw, "#### 3") == 0
+    assert all("<<" not in text and "\n#### " in text for text in task.documents("valid"))
+
+
 def test_gsm8k_says_what_is_wrong(tmp_path, monkeypatch):
     for row, line in (('{"question": "q", "answer": "no number"}', 2), ('{"question": "q"}', 2), ("[]", 2), ("{", 2)):
         file = tmp_path / "train.jsonl"

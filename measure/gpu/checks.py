@@ -3,8 +3,6 @@
     python -m measure.gpu.checks card           name, driver, versions
     python -m measure.gpu.checks ceilings       products of large matrices by format, memory bandwidth
     python -m measure.gpu.checks attention      attention kernels: first call, steady state, varied lengths
-
-Options, as --key=value:
 """
 import json
 import os

@@ -1,14 +1,14 @@
 """Test and measure everything on this machine's GPU in a given time, without a network.
 
-    bash runs/gpu.sh                            540 seconds
-    bash runs/gpu.sh 120 --only=correctness,engine
-    python -m measure.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
+    bash runs/gpu.sh 15                         minutes; without a number 9
+    bash runs/gpu.sh 2 --only=engine,ceilings
+    python -m measure.gpu.run --table=bench_results/gpu.jsonl       the table of the last run
 
-Each stage of STAGES runs as a process with a time limit; a stage that no longer fits is skipped, and a failed
+Each stage of STAGES runs as a process with a time limit, the most decisive first; those that have passed on
+this kind of card before, by the same file, come last. A stage that no longer fits is skipped, and a failed
 stage does not stop the others. Each check appends a line to gpu.jsonl when its stage has ended: stage, name,
 status (ok | failed | skipped | timeout), seconds of the stage in its first line, figures, error, command; the
-first line has the card and the versions. Exit code 1 if a check failed or a stage timed out. Options, as
---key=value:
+first line has the card and the versions. Exit code 1 if a check failed or a stage timed out.
 """
 import contextlib
 import importlib.util
@@ -36,7 +36,7 @@ from runtime.progress import ProgressLine, clear
 
 @dataclass
 class Config:
-    seconds: PositiveFloat = 540.0           # for all stages together
+    minutes: PositiveFloat = 9.0             # for all stages together
     only: str | None = None                  # comma-separated stages; None: all
     output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
     table: str | None = None                 # a gpu.jsonl: only print the table of its last run
@@ -53,37 +53,57 @@ class Stage(NamedTuple):
     cards: int = 1
 
 
-# Steps of 65,536 tokens.
-GPT2 = "bench.py --stage=train config/gpt2_124m.py --batch_size=16 --gradient_accumulation_steps=4"
-GPT2_350M = ("bench.py --stage=train config/gpt2_124m.py --n_layer=24 --n_head=16 --n_embd=1024 "
-             "--batch_size=8 --gradient_accumulation_steps=8 --repeats=1")
+TRAIN = "bench.py --stage=train --repeats=1"
+# steps of 65,536 tokens
+GPT2 = f"{TRAIN} config/gpt2_124m.py --batch_size=16 --gradient_accumulation_steps=4"
+GPT2_350M = (f"{TRAIN} config/gpt2_124m.py --n_layer=24 --n_head=16 --n_embd=1024 --batch_size=8 "
+             "--gradient_accumulation_steps=8")
 # one sequence a step, as in the figure that prime-rl publishes for full fine-tuning
-QWEN3 = ("bench.py --stage=train --model=qwen3-0.6b --block_size=8192 --batch_size=1 "
-         "--gradient_accumulation_steps=1 --optimizer=adamw --learning_rate=3e-4 --repeats=1")
+QWEN3 = (f"{TRAIN} --model=qwen3-0.6b --block_size=8192 --batch_size=1 --gradient_accumulation_steps=1 "
+         "--optimizer=adamw --learning_rate=3e-4")
 SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
 GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --steps=3 --repeats=1"
 GENERATE = "bench.py --stage=generate --repeats=1"
-PYTEST = "-m pytest -v -m gpu -p no:cacheprovider"
-# the most informative first, since stages that no longer fit are skipped
+PYTEST = "-m pytest -v -m gpu -p no:cacheprovider tests/test_gpu.py"
+GPU_ENGINE = PYTEST.replace("test_gpu", "test_gpu_engine")
+CLIMBS = "test_reinforcement_learning_climbs"
+# Tests of changed code have stages of their own, since a hang ends its stage.
 STAGES = (
     Stage("card", "-m measure.gpu.checks card", 10, 60),
-    Stage("correctness", f"{PYTEST} tests/test_gpu.py", 20, 160, package="pytest"),
-    Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", 15, 90, package="pytest"),
+    # changed since the last run on a card
+    Stage("compiled", f"{PYTEST} -k compiled_is_eager", 15, 90, package="pytest"),
+    Stage("rl", f"{PYTEST} -k '{CLIMBS} and not compiled'", 20, 90, package="pytest"),
+    Stage("rl-compiled", f"{PYTEST} -k '{CLIMBS} and compiled'", 20, 120, package="pytest"),
+    Stage("engine", GPU_ENGINE, 15, 90, package="pytest"),
+    Stage("grpo", GRPO, 35, 120, package="tokenizers"),
+    Stage("grpo-compiled", f"{GRPO} --compile=true", 45, 150, "grpo", "tokenizers"),
+    Stage("correctness", f"{PYTEST} -k 'not compiled_is_eager and not {CLIMBS}'", 20, 120, package="pytest"),
+    # the A100 configurations, whose rates are extrapolated from a CPU
+    *(Stage(name, f"{TRAIN} config/{name}.py --compile=false --steps=20", 25, 90, package="tokenizers")
+      for name in ("a100_fast", "a100_production", "a100_max", "a100_mega")),
+    Stage("a100_fast-compiled", f"{TRAIN} config/a100_fast.py --steps=20", 45, 150, "a100_fast",
+          "tokenizers"),
+    # the price of each optimisation
+    Stage("ladder-train", f"{TRAIN} --ladder --model=gpt2 --steps=8", 60, 300),
+    Stage("ladder-sft", f"{SFT} --ladder --steps=4", 60, 240),
+    Stage("ladder-grpo", f"{GRPO} --ladder", 60, 240, package="tokenizers"),
+    # speed
     Stage("ceilings", "-m measure.gpu.checks ceilings", 10, 60),
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
-    Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
-    Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", 25, 120, package="tokenizers"),
-    Stage("train", f"{GPT2} --repeats=1", 40, 150, "train-eager", "tokenizers"),
+    Stage("train-eager", f"{GPT2} --compile=false", 25, 120, package="tokenizers"),
+    Stage("train", GPT2, 40, 150, "train-eager", "tokenizers"),
+    Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
           25, 90),
     Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", 25, 90),
-    Stage("grpo", GRPO, 35, 120, package="tokenizers"),
+    Stage("grpo-360m", f"{GRPO} --model=smollm2-360m", 45, 150, package="tokenizers"),
+    Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
     Stage("train-350m", GPT2_350M, 45, 150, package="tokenizers"),
     Stage("sft-eager", f"{SFT} --compile=false", 20, 90),
     Stage("sft", f"{SFT} --compile=true", 35, 120, "sft-eager"),
-    Stage("train-parts", f"{GPT2} --profile", 30, 120, package="tokenizers"),
+    Stage("train-parts", f"{GPT2.replace(' --repeats=1', '')} --profile", 30, 120, package="tokenizers"),
     Stage("grpo-varied", f"{GRPO} --varied_prompts", 35, 120, "grpo", "tokenizers"),
-    Stage("two-cards", f"{GPT2} --repeats=1 --ranks=2", 40, 150, "train", "tokenizers", 2),
+    Stage("two-cards", f"{GPT2} --ranks=2", 40, 150, "train", "tokenizers", 2),
     Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", 30, 120,
           package="transformers"),
 )
@@ -110,6 +130,8 @@ SHOWN = {
     "update_s": "update {:.3f} s",
     "peak_memory_gb": "{:.2f} GiB",
     "utilization": "busy {:.0%}",
+    "gain": "{:.2f} times the row before",
+    "off_fp32": "loss {:+.2%} from fp32",
     "speedup": "{:.2f} times {beside}",
     "longer_outside_s": "{:+.1f} s for start and compiling",
     "loss_off": "loss off by {:.2%}",
@@ -131,21 +153,35 @@ def parsed(text):
     return {}
 
 
-def read_lines(path):
-    """Return the complete lines of the last run in a gpu.jsonl. Raises BadInput if there are none."""
+def read_runs(path):
+    """Return the complete lines of each run in a gpu.jsonl. Raises BadInput if there are none."""
     try:
         texts = Path(path).read_text(errors="replace").splitlines()
     except OSError as e:
         raise BadInput(f"{path} can't be read ({e.strerror}): give the gpu.jsonl of a run.") from None
-    lines = []
+    runs = [[]]
     for line in map(parsed, texts):
         if line.get("stage") == "card":
-            lines.clear()
+            runs.append([])
         if {"stage", "command", *outcome("")} <= line.keys():
-            lines.append(line)
-    if not lines:
+            runs[-1].append(line)
+    runs = [lines for lines in runs if lines]
+    if not runs:
         raise BadInput(f"{path} holds no line of a run of measure.gpu.run: give the gpu.jsonl of one.")
-    return lines
+    return runs
+
+
+def passed_before(path, card):
+    """Return the names of the stages with no failed check in their last run on a card of this name, if their
+    command is that of today."""
+    passed = {}
+    for first, *lines in read_runs(path):
+        if first["name"] == card:
+            for stage in {line["stage"] for line in lines}:
+                checks = [line for line in lines if line["stage"] == stage and line["status"] != "skipped"]
+                if checks:
+                    passed[stage] = all(check["status"] == "ok" for check in checks) and checks[0]["command"]
+    return {stage.name for stage in STAGES if passed.get(stage.name) == command_of(stage)}
 
 
 def checks_of_tests(printed):
@@ -158,6 +194,12 @@ def checks_of_tests(printed):
 
 def checks_of_record(record):
     """Return the checks in a record of bench.py."""
+    if record["mode"] == "ladder":
+        rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
+        rows = [outcome(row["name"], figures={rate: row["rate"], "step_ms": 1e3 * row["step_s"]}
+                        | {name: row[name] for name in ("gain", "peak_memory_gb", "loss", "off_fp32")})
+                for row in record["rows"]]
+        return rows + [outcome(name, "failed", error=error) for name, error in record["failed"].items()]
     if record["mode"] == "profile":
         consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
         return [outcome("parts of a step", figures={"step_ms": record["ms_a_step"], "consumers": consumers})]
@@ -247,10 +289,14 @@ def reason_to_skip(stage, seconds_left):
     return None
 
 
+def command_of(stage):
+    return shlex.join(["python", *shlex.split(stage.command)])
+
+
 def run_stage(stage, seconds_left, log, folder):
     """Run a stage, and return the lines of its checks."""
     words = shlex.split(stage.command)
-    head = {"stage": stage.name, "command": shlex.join(["python", *words])}
+    head = {"stage": stage.name, "command": command_of(stage)}
     reason = reason_to_skip(stage, seconds_left)
     if reason:
         return [head | outcome(stage.name, "skipped", error=reason)]
@@ -357,19 +403,21 @@ def check_output(path):
     check_writable(path)
     try:
         if path.exists():
-            read_lines(path)
+            read_runs(path)
     except BadInput:
         raise config.would_overwrite(path, "measure.gpu.run's") from None
 
 
 def run(cfg, stages, path):
     """Run the stages, print their checks, append their lines to the file, and return them."""
-    deadline = time.monotonic() + cfg.seconds
+    deadline = time.monotonic() + 60 * cfg.minutes
+    stages = list(stages)
     lines = []
     first = {}                               # {stage: its first line that is ok}
     output = path.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder, open(output, "a+", errors="replace") as log:
-        for stage in stages:
+        while stages:
+            stage = stages.pop(0)
             checks = run_stage(stage, deadline - time.monotonic(), log, folder)
             for line in checks:
                 if line["status"] == "ok":
@@ -383,13 +431,16 @@ def run(cfg, stages, path):
             with open(path, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in checks)
             lines += checks
+            if stage.name == "card":
+                known = passed_before(path, checks[0]["name"])
+                stages.sort(key=lambda stage: stage.name in known)           # those come last
     return lines
 
 
 def main(argv):
     cfg = config.load(Config, argv)
     if cfg.table is not None:
-        print(table(read_lines(cfg.table)))
+        print(table(read_runs(cfg.table)[-1]))
         return 0
     stages = chosen(cfg.only)
     check_machine()

@@ -1,0 +1,29 @@
+"""GSM8K in the form of verl's examples, for figures that can be compared with theirs: their prompt without
+worked examples, and the last number after #### as the answer; nothing else is graded. The questions and the
+argument are gsm8k's."""
+import re
+
+from tasks import _equations, gsm8k
+
+PROMPT = '{} Let\'s think step by step and output the final answer after "####".\n'
+STOP = ""                            # the model ends its answer
+ANSWER = re.compile(r"#### (-?[0-9.,]{1,40})")
+
+check = gsm8k.check
+questions = gsm8k.questions
+
+
+def solution(question):
+    return f"{_equations.NOTE.sub('', question['worked'])}\n#### {question['answer']}"
+
+
+def documents(split, argument=None):
+    return [f"{PROMPT.format(q['question'])}{solution(q)}\n" for q in questions(split, argument=argument)]
+
+
+def reward(question, completion):
+    """Grade as verl does: `#### 18.0` is not `#### 18`."""
+    is_row = "####" in str(question["answer"])           # of GSM8K's own files (--dataset=)
+    right = gsm8k.row(question)["answer"] if is_row else str(question["answer"])
+    found = ANSWER.findall(completion)
+    return float(bool(found) and found[-1].replace(",", "") == right)
