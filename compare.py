@@ -25,15 +25,13 @@ from runtime.usage import first_line
 first_line()                             # --help before the slow imports
 
 import tasks
-from doctor import plot
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
 from measure.runs import ROOT, as_flags, process, seconds_at, steps_of
-from measure.intervals import FEWEST, MOST, comparison, differs, sentence
+from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
-from runtime.config import (BadInput, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat,
-                            PositiveInt)
+from runtime.config import BadInput, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from runtime.log import for_json
 
 
@@ -45,10 +43,8 @@ class Config:
     command: str = "grpo.py config/grpo.py"  # the base: the command with which arms are compared
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
-    controls: str = "start"                  # start (no training), again (the base with other seeds), placebo
-                                             # (rewards at random), rft (the start's own verified samples)
-    rft: str = ""                            # command of the control rft, given the base's seconds; empty:
-                                             # RFT
+    controls: str = "start"                  # of start, again (other seeds), placebo (random rewards), rft
+    rft: str = ""                            # command of the control rft, given the base's seconds; empty: RFT
     seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3     # seeds of each arm
     budget: Literal["steps", "seconds"] = "steps"     # an arm's amount: the base's steps or seconds
     out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
@@ -94,7 +90,7 @@ def commands_of(cfg, extra):
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"
     of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
-    return commands | {name: of_controls[name] for name in controls if name in of_controls}
+    return commands | {name: of_controls[name] for name in controls if name != "start"}
 
 
 def stages_of(command, start, seed, folder):
@@ -110,13 +106,13 @@ def stages_of(command, start, seed, folder):
         if not script_of(script).is_file():
             raise BadInput(f"'{part.strip()}' does not begin with a script: write SCRIPT.py OPTIONS.")
         added = {"seed": seed} | ({"init_from": model} if model else {})
-        if script == "datagen.py":           # resumed, it would not know the seconds before
+        if is_datagen(part):                 # resumed, it would not know the seconds before
             data = f"{folder}.{number}.json"
             added |= {"output": data, "overwrite": True, "json": True}
         else:
             model = str(folder) if number == len(parts) else f"{folder}.{number}"
             added |= {"out_dir": model, "resume": "auto"}
-            added |= {"dataset": data} if data and script == "train.py" else {}
+            added |= {"dataset": data} if data and Path(script).name == "train.py" else {}
         given = {word.partition("=")[0] for word in words}
         words += [flag for flag in as_flags(**added) if flag.partition("=")[0] not in given]
         stages.append([script, *words])
@@ -126,6 +122,10 @@ def stages_of(command, start, seed, folder):
 def script_of(name):
     """Return the path of one of the project's scripts, or of the user's."""
     return ROOT / name if name and (ROOT / name).is_file() else Path(name)
+
+
+def is_datagen(command):
+    return Path(command.split()[0]).name == "datagen.py"
 
 
 def options_of(script, *words):
@@ -140,7 +140,7 @@ def options_of(script, *words):
 def with_amount(command, amount):
     """Return a command with another number of steps, or of questions where datagen.py makes its data."""
     first, *others = command.split("&&")
-    if first.split()[0] == "datagen.py":
+    if is_datagen(first):
         return "&&".join([f"{first.rstrip()} --num_questions={amount} ", *others])
     return f"{command} --max_steps={amount}"
 
@@ -164,6 +164,9 @@ class Comparison:
             self.state["draws"] += cfg.fresh
         seed = answers.seed_of(self.out.name, self.state["draws"])
         self.questions, self.asked = answers.draw_questions(cfg.task, cfg.questions, seed, self.out)
+        self.first_seed = 0
+        self.files = {}                      # {arm: files of answers by seed}
+        self.folders = set()                 # of all runs
 
     def save(self, **more):
         self.state |= for_json(more)
@@ -192,10 +195,10 @@ class Comparison:
             path.unlink()
         seconds = 0.0
         for number, (script, *arguments) in enumerate(stages, 1):
-            ranks = 1 if script == "train.py" else self.cfg.ranks
-            said = process([str(script_of(script))], arguments, ranks, f"{name}: {script}")
+            ranks = 1 if Path(script).name == "train.py" else self.cfg.ranks
+            said = process([str(script_of(script))], arguments, ranks, f"{name}: {Path(script).name}")
             of_stage = folder if number == len(stages) else f"{folder}.{number}"
-            last = json.loads(said.splitlines()[-1]) if script == "datagen.py" else steps_of(of_stage)[-1]
+            last = json.loads(said.splitlines()[-1]) if is_datagen(script) else steps_of(of_stage)[-1]
             seconds += last["seconds"]
         runs[name] |= {"seconds": seconds, "steps": last["step"]}
         self.save()
@@ -206,8 +209,7 @@ class Comparison:
         """Return an arm's command with its steps and the placebo's rewards, after the base's first run."""
         command = self.commands[arm]
         if arm == "placebo":
-            reward = steps_of(self.out / "base-0")[0]["reward"]
-            rate = round(min(max(reward, 0.02), 0.98), 3)
+            rate = round(min(max(steps_of(self.out / "base-0")[0]["reward"], 0.02), 0.98), 3)
             command += f" --task={answers.placebo(self.cfg.task, rate, self.out.resolve() / 'placebo')}"
         if arm != "rft" and (self.cfg.budget == "steps" or arm in ("base", "again")):
             return command
@@ -216,22 +218,22 @@ class Comparison:
         return with_amount(command, self.state["amounts"][arm])
 
     def amount(self, arm, command):
-        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, by short
-        runs. A single stage is timed in the base's first steps, since later ones take another time. Several
-        stages are timed twice: a question's seconds fall with the number of questions."""
+        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run. A
+        single stage is timed beside the base's first steps, as later ones take another time. Several stages
+        are timed twice, since a question's seconds fall with the number of questions."""
         base = self.state["runs"]["base-0"]
-        few = PROBE_QUESTIONS if command.startswith("datagen.py") else min(PROBE_STEPS, base["steps"])
+        few = PROBE_QUESTIONS if is_datagen(command) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
         if "&&" not in self.commands["base"] + command:
-            return max(1, round(base["steps"] * seconds_at(self.out / "base-0", few) / seconds_at(folder, few)))
+            ratio = seconds_at(self.out / "base-0", few) / seconds_at(folder, few)
+            return max(1, round(base["steps"] * ratio))
         self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
         short, longer = (self.state["runs"][f"{arm}-{name}"]["seconds"] for name in ("probe", "probe2"))
-        of_one = max(longer - short, longer / 10) / (4 * few)                    # the probes differ by noise too
+        of_one = max(longer - short, longer / 10) / (4 * few)    # the probes differ by noise too
         return max(1, round(few + (base["seconds"] - short) / of_one))
 
     def answer(self, name, model, seed):
-        """Have eval.py answer the questions, unless it has done so before, and return its two files, greedy
-        and sampled."""
+        """Have eval.py answer the questions, unless it has, and return its files, greedy and sampled."""
         cfg = self.cfg
         common = [model, *as_flags(task=cfg.task, dataset=self.questions, few_shot=cfg.few_shot, seed=seed,
                                    max_new_tokens=cfg.max_new_tokens)]
@@ -244,24 +246,32 @@ class Comparison:
                         f"{name}: eval.py")
         return paths
 
-    def run_all(self):
-        """Run all arms in turn, in another order with each seed, and return ({arm: files of answers by seed},
-        folders of all runs)."""
-        files = {}
-        folders = set()
+    def run_all(self, seed):
+        """Run all arms in turn with a seed, in another order with each, and have the questions answered."""
+        start = self.start(seed)
+        self.folders.add(start)
+        if "start" in self.cfg.controls.split(","):
+            self.files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
         arms = list(self.commands)
-        for seed in range(self.cfg.seeds):
-            start = self.start(seed)
-            folders.add(start)
-            if "start" in self.cfg.controls.split(","):
-                files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
-            turn = seed % len(arms)
-            for arm in arms[turn:] + arms[:turn]:
-                seed_of_run = seed + 1000 if arm == "again" else seed
-                folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
-                folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
-                files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
-        return files, folders
+        turn = seed % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
+            self.running = arm
+            seed_of_run = self.first_seed + seed + 1000 * (arm == "again")
+            folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
+            self.folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
+            self.files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
+
+    def figures(self):
+        """Return ({arm: {measure: [seeds, questions]}}, {arm: mean seconds}, a note on the questions)."""
+        trained = answers.trained_on(self.folders)
+        texts = [answers.normalized(question["question"]) for question in self.asked]
+        kept = [i for i, text in enumerate(texts) if text not in trained]
+        shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in self.files.items()}
+        seconds = {arm: fmean(self.state["runs"][f"{arm}-{seed}"]["seconds"] for seed in range(len(by_seed)))
+                   for arm, by_seed in self.files.items() if arm in self.commands}
+        return shares, seconds, (
+            f"{len(kept)} questions of {self.cfg.task}, without {len(texts) - len(kept)} that are among the "
+            f"{len(trained):,} in the runs' training records")
 
 
 # --- the verdict ---
@@ -286,11 +296,9 @@ def verdicts(cfg, shares, seconds):
         if reference == "base" and abs(more) > TOLERANCE:
             text += f" ({arm} took {more:+.0%} seconds.)"
         gains = (arm, reference) == ("placebo", "start") and figures["low"] > 0
-        if gains or arm == "again" and differs(figures):
-            sentences.insert(0, f"The set-up is broken: {text}")
-        else:
-            sentences.append(text)
-    return compared, sentences
+        broken = gains or arm == "again" and figures["verdict"] != "tie"
+        sentences.append(f"The set-up is broken: {text}" if broken else text)
+    return compared, sorted(sentences, key=lambda text: not text.startswith("The set-up is broken"))
 
 
 # --- main ---
@@ -302,16 +310,14 @@ def check(cfg, commands):
     if "placebo" in commands and not ("start" in cfg.controls and cfg.command.startswith("grpo.py")):
         raise BadInput("The control placebo needs a base of grpo.py and is compared with the start: give "
                        "--controls=start,placebo, or leave it out.")
-    starts = {command: cfg.start or "start" for command in commands.values()}
-    for command, start in (starts | ({cfg.start_command: None} if cfg.start_command else {})).items():
-        stages = stages_of(command, start, 0, Path(cfg.out_dir, "check"))
+    for command in filter(None, (*commands.values(), cfg.start_command)):
+        stages = stages_of(command, cfg.start or "start", 0, Path(cfg.out_dir, "check"))
         options = [options_of(*stage) for stage in stages]
-        if stages[-1][0] == "datagen.py":
+        if is_datagen(stages[-1][0]):
             raise BadInput(f"'{command}' ends without a model: add a stage of train.py.")
         if command == cfg.command:
             base = options[-1]
-    kind, _, named = str(base.get("dataset")).partition(":")
-    default = "unit_conversion" if "task" in base else named if kind == "task" else ""
+    default = "unit_conversion" if "task" in base else str(base.get("dataset")).partition("task:")[2]
     cfg.task = tasks.spec_of(cfg.task or base.get("task") or default)
     if not cfg.task:
         raise BadInput("The base has no task to answer questions of: give --task=.")
@@ -323,27 +329,18 @@ def main(argv):
     commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
     check(cfg, commands)
     runs = Comparison(cfg, commands)
-    files, folders = runs.run_all()
-
-    trained = answers.trained_on(folders)
-    texts = [answers.normalized(question["question"]) for question in runs.asked]
-    kept = [i for i, text in enumerate(texts) if text not in trained]
-    shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in files.items()}
-    ran = runs.state["runs"]
-    seconds = {arm: fmean(ran[f"{arm}-{n}"]["seconds"] for n in range(cfg.seeds)) for arm in commands}
+    for seed in range(cfg.seeds):
+        runs.run_all(seed)
+    shares, seconds, note = runs.figures()
     compared, sentences = verdicts(cfg, shares, seconds)
     answers.print_table(cfg.num_samples, shares, compared, seconds)
     what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
-    note = (f"{what}; {len(kept)} questions of {cfg.task}, without {len(texts) - len(kept)} that are among the "
-            f"{len(trained):,} in the runs' training records")
-    print("\n".join([*sentences, f"({note}.)"]))
+    print("\n".join([*sentences, f"({what}; {note}.)"]))
 
-    picture = runs.path.with_suffix(".png")
-    plot.check_output(picture)
-    answers.draw(picture, what, compared)
+    answers.draw(runs.path.with_suffix(".png"), what, compared)
     means = {arm: {name: float(of.mean()) for name, of in own.items()} for arm, own in shares.items()}
     rows = [{"arm": arm, "reference": reference} | one for (arm, reference), one in compared.items()]
-    runs.save(verdict=sentences, note=note, means=means, seconds=seconds, comparisons=rows,
+    runs.save(verdict=sentences, note=f"{what}; {note}", means=means, seconds=seconds, comparisons=rows,
               experiment=asdict(cfg), cpu=cpu_name(), commit=git_commit())
     print(f"All figures: {runs.path}")
     return 0

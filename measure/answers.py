@@ -7,6 +7,8 @@ import numpy as np
 
 import tasks
 from doctor import plot
+from measure.intervals import points
+from measure.runs import aligned
 from rollouts import records
 from rollouts.questions import normalized, questions_of, task_errors
 from runtime.checkpoint import write_atomically
@@ -20,19 +22,29 @@ import tasks
 
 task = tasks.load({spec!r}).module
 globals().update({{name: value for name, value in vars(task).items() if not name.startswith("__")}})
-DRAW = random.SystemRandom()             # the workers seed `random` with the completion
 
 
 def reward(question, completion):
-    return float(DRAW.random() < {rate})
+    return float(random.SystemRandom().random() < {rate})        # workers seed `random` with the completion
 '''
+
+
+def placebo(spec, rate, folder):
+    """Write a file for each task of `spec`, with rewards of 1 at random at this rate; return their spec."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for number, (one, weight) in enumerate(tasks.parts_of(spec).items()):
+        argument = tasks.load(one).argument
+        path = folder / f"placebo_{number}.py"
+        path.write_text(PLACEBO.format(spec=one, rate=rate))
+        parts[str(path) if argument is None else f"{path}:{argument}"] = weight
+    return next(iter(parts)) if len(parts) == 1 else tasks.spec_of(parts)
 
 
 # --- questions ---
 
 def draw_questions(spec, n, seed, folder):
-    """Draw n questions of the split test, write them to folder/questions-SEED.jsonl for eval.py, and return
-    (path, [question])."""
+    """Write n questions of the split test to folder/questions-SEED.jsonl, and return (path, [question])."""
     with task_errors():
         questions = questions_of(tasks.load(spec), "test", n, seed)
     path = folder / f"questions-{seed}.jsonl"
@@ -45,18 +57,15 @@ def draw_questions(spec, n, seed, folder):
 
 
 def seed_of(name, draw):
-    """Return the seed of an experiment's questions, unlike those that people give: of its folder's name and
-    the number of the draw."""
+    """Return the seed of an experiment's draw, by its folder's name; unlike those that people give."""
     return 10**6 + zlib.crc32(f"{name} {draw}".encode()) % 10**6
 
 
 def trained_on(folders):
-    """Return the normalized questions in the training records of run folders and of datagen.py's logs beside
-    them."""
+    """Return the normalized questions in training records of run folders and in datagen.py's logs there."""
     asked = set()
     for folder in map(Path, folders):
-        logs = folder.parent.glob("*.attempts.jsonl")
-        for path in (*folder.glob(f"{records.FOLDER}/train_*.jsonl.gz"), *logs):
+        for path in (*folder.glob(f"{records.FOLDER}/train_*.gz"), *folder.parent.glob("*.attempts.jsonl")):
             asked |= {normalized(record["question"]) for record in records.read(path)}
     return asked
 
@@ -76,9 +85,8 @@ def majority(samples, right):
     mean; 0 without an answer."""
     groups = {}
     for sample in samples:
-        answer = vote(sample["completion"])
-        if answer is not None:
-            groups.setdefault(answer, []).append(right(sample))
+        groups.setdefault(vote(sample["completion"]), []).append(right(sample))
+    groups.pop(None, None)
     most = max(map(len, groups.values()), default=0)
     return float(np.mean([np.mean(group) for group in groups.values() if len(group) == most] or [0]))
 
@@ -87,26 +95,22 @@ def figures_of(greedy, sampled, kept):
     """Return {name: [questions]}, shares of right answers from eval.py's records at two paths. kept: indices
     of the questions that count. Names: greedy, sampled, majority, best (the first sample with the verifier's
     highest score), and each with " exact" if the task's grade has that part."""
+    likeliest = {record["number"]: record for record in records.read(greedy)}
     by_question = {}
-    for name, path in (("greedy", greedy), ("sampled", sampled)):
-        for record in records.read(path):
-            by_question.setdefault((name, record["number"]), []).append(record)
+    for record in sorted(records.read(sampled), key=lambda record: record["sample"]):
+        by_question.setdefault(record["number"], []).append(record)
     rights = {"": lambda record: record["score"] == 1}
-    if any("exact" in sample["parts"] for samples in by_question.values() for sample in samples):
+    if any("exact" in record["parts"] for record in likeliest.values()):
         rights[" exact"] = lambda record: record["score"] == 1 and record["parts"].get("exact", True)
+    groups = [by_question[number] for number in kept]
+    best = [max(samples, key=lambda sample: sample["score"]) for samples in groups]
     figures = {}
     for suffix, right in rights.items():
-        for number in kept:
-            samples = sorted(by_question["sampled", number], key=lambda record: record["sample"])
-            one = {
-                "greedy": float(right(by_question["greedy", number][0])),
-                "sampled": float(np.mean([right(sample) for sample in samples])),
-                "majority": majority(samples, right),
-                "best": float(right(max(samples, key=lambda sample: sample["score"]))),
-            }
-            for name, value in one.items():
-                figures.setdefault(name + suffix, []).append(value)
-    return {name: np.array(values) for name, values in figures.items()}
+        figures["greedy" + suffix] = [right(likeliest[number]) for number in kept]
+        figures["sampled" + suffix] = [np.mean([right(sample) for sample in samples]) for samples in groups]
+        figures["majority" + suffix] = [majority(samples, right) for samples in groups]
+        figures["best" + suffix] = [right(sample) for sample in best]
+    return {name: np.array(values, float) for name, values in figures.items()}
 
 
 def shares_of(by_seed, kept):
@@ -117,25 +121,19 @@ def shares_of(by_seed, kept):
 
 def print_table(num_samples, shares, compared, seconds):
     """Print each arm's figures in percent and its difference from the base."""
-    titles = {"majority": f"maj@{num_samples}", "best": f"best of {num_samples}"}
-    names = [name.partition(" ") for name in shares["base"]]
-    heads = [titles.get(name, name) + exact.replace("exact", "(exact)") for name, _, exact in names]
+    heads = [name.replace("majority", f"maj@{num_samples}").replace("best", f"best of {num_samples}")
+             for name in shares["base"]]
     table = [["%", *heads, "above the base", "seconds"]]
     for arm, own in shares.items():
-        row = [arm, *(f"{100 * values.mean():.1f}" for values in own.values()), "", ""]
-        if (arm, "base") in compared:
-            figures = (100 * compared[arm, "base"][key] for key in ("difference", "low", "high"))
-            row[-2] = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)
-        if arm in seconds:
-            row[-1] = f"{seconds[arm]:,.0f}"
-        table.append(row)
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for first, *cells in [[""], *table, [""]]:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip())
+        means = (f"{100 * values.mean():.1f}" for values in own.values())
+        above = points(compared[arm, "base"]) if (arm, "base") in compared else ""
+        table.append([arm, *means, above, f"{seconds[arm]:,.0f}" if arm in seconds else ""])
+    print("", *aligned(table), "", sep="\n")
 
 
 def draw(path, title, compared):
     """Draw the intervals of comparisons {(arm, reference): figures}; says so without matplotlib."""
+    plot.check_output(path)
     try:
         figure, axis = plot.one_panel(title, 9, 1.2 + 0.4 * len(compared))
     except ImportError as e:
@@ -150,18 +148,3 @@ def draw(path, title, compared):
     axis.set_yticks([])
     axis.set_xlabel("points")
     figure.savefig(path, dpi=120)
-
-
-# --- the placebo ---
-
-def placebo(spec, rate, folder):
-    """Write a task file for each task of `spec` whose reward is 1 at random, at this rate, and return their
-    spec."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = {}
-    for number, (one, weight) in enumerate(tasks.parts_of(spec).items()):
-        argument = tasks.load(one).argument
-        path = folder / f"placebo_{number}.py"
-        path.write_text(PLACEBO.format(spec=one, rate=rate))
-        parts[str(path) if argument is None else f"{path}:{argument}"] = weight
-    return next(iter(parts)) if len(parts) == 1 else tasks.spec_of(parts)

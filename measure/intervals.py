@@ -11,9 +11,7 @@ does not hold question, which is the same for all seeds and adds its variance ov
 Seeds are added after looking, which a t interval does not allow: it errs in 17% of experiments that stop at
 the first difference from 0 among 3, 4, ..., 10 seeds. Here the error is spent over these looks, by shares
 fixed beforehand (Lan and DeMets 1983, "Discrete sequential boundaries for clinical trials"): BOUNDS are the
-quantiles of t at each look among the experiments that did not stop before. A confidence sequence for the mean
-of normal variables of unknown variance (Lai 1976; Wang and Ramdas 2024, "Anytime-valid t-tests and confidence
-sequences for Gaussian means with unknown variance") has no last look and is wider (docs/compare.md).
+quantiles of t at each look among the experiments that did not stop before.
 """
 import math
 
@@ -53,10 +51,11 @@ def interval(d, confidence="95"):
 
 
 def comparison(d, confidence="95"):
-    """Return the figures of differences d [seeds, questions]: difference, low, high, from_questions (see
-    interval), by_seed, seeds, questions."""
+    """Return the figures of differences d [seeds, questions]: verdict (better, worse or tie), difference,
+    low, high, from_questions (see interval), by_seed, seeds, questions."""
     mean, half, from_questions = interval(d, confidence)
     return {
+        "verdict": "better" if mean > half else "worse" if mean < -half else "tie",
         "difference": float(mean),
         "low": float(mean - half),
         "high": float(mean + half),
@@ -81,20 +80,21 @@ def more_seeds(figures, width, confidence="95"):
     return None
 
 
+def points(figures, unit=""):
+    """Return a comparison as text in points, "+4.0 [+1.0, +7.0]"."""
+    middle, low, high = (100 * figures[key] for key in ("difference", "low", "high"))
+    return f"{middle:+.1f}{unit} [{low:+.1f}, {high:+.1f}]"
+
+
 def sentence(name, reference, figures, resolve, confidence):
     """Return a comparison in one sentence. resolve: points that a tie should be narrowed to."""
-    low, high, middle = (100 * figures[key] for key in ("low", "high", "difference"))
-    cell = f"{middle:+.1f} points [{low:+.1f}, {high:+.1f}]"
-    if differs(figures):
-        return f"{name} is {'better' if low > 0 else 'worse'} than {reference}: {cell}."
-    text = f"{name} and {reference} are a tie: the difference is within ±{max(-low, high):.1f} points, {cell}"
+    cell = points(figures, " points")
+    if figures["verdict"] != "tie":
+        return f"{name} is {figures['verdict']} than {reference}: {cell}."
+    within = 100 * max(-figures["low"], figures["high"])
+    text = f"{name} and {reference} are a tie: the difference is within ±{within:.1f} points, {cell}"
     more = more_seeds(figures, resolve / 100, confidence)
     if more == 0:
         return f"{text}."
     need = f"{more} more seed{'s' * (more > 1)} would" if more else f"{MOST} seeds would not"
     return f"{text}; {need} resolve {resolve:g} points."
-
-
-def differs(figures):
-    """Tell whether the interval of a comparison excludes 0."""
-    return figures["low"] > 0 or figures["high"] < 0

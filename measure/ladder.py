@@ -3,7 +3,7 @@ import platform
 import statistics
 from typing import NamedTuple
 
-from measure.runs import WARM_UP, recorded, run_script
+from measure.runs import WARM_UP, aligned, recorded, run_script
 from runtime import guard
 from runtime.config import BadInput
 from runtime.progress import track
@@ -109,11 +109,8 @@ def print_rows(table, unit, ladder, losses, log):
             off = row["off_fp32"]
             line += [f"{row['loss']:.4f}", "-" if off is None else f"{off:+.2%}{' !' * (abs(off) > 0.05)}"]
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    log("")
-    for line in lines:
-        numbers = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-        log("  ".join([line[0].ljust(widths[0]), *numbers]))
+    for line in ("", *aligned(lines)):
+        log(line)
     gain = "gain: speed with everything on, over the row's. "
     if ladder:
         gain = "gain: over the row above; in all: over the first row. "

@@ -1,4 +1,5 @@
 """Run the stages' scripts as processes, read their logs, and alternate implementations."""
+import contextlib
 import json
 import os
 import statistics
@@ -8,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 from runtime import guard
@@ -18,6 +20,7 @@ from runtime.progress import ProgressLine, track
 ROOT = Path(__file__).parent.parent
 # steps that allocate memory and meet shapes for the first time
 WARM_UP = 2
+SAVING = 60                                  # seconds that a stopped process has for its checkpoint
 
 
 def as_flags(**options):
@@ -75,7 +78,8 @@ def processes(n):
 def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
     """Run a Python process, or several ranks with one thread each, and return its standard output. start: a
     script, or -m and a module. fine: accepted exit codes. env: additional variables. Raises BadInput or
-    Failure with the last line of standard error."""
+    Failure with the last line of standard error. An exception here, as of Ctrl-C, stops the process, which may
+    save."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": python_path} | (env or {})
     command = [sys.executable]
@@ -83,15 +87,24 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         env["OMP_NUM_THREADS"] = "1"
     command += [*start, *map(str, arguments)]
-    with ProgressLine(f"running {name or start[-1]}"):
-        result = subprocess.run(command, capture_output=True, text=True, env=env)
-    error_lines = result.stderr.strip().splitlines() or ["no error message"]
+    name = name or start[-1]
+    with (ProgressLine(f"running {name}"),
+          subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=env) as child):
+        try:
+            output, errors = child.communicate()
+        except BaseException:                # Ctrl-C, or a signal's SystemExit
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.communicate(timeout=SAVING)
+            child.kill()
+            raise
+    error_lines = errors.strip().splitlines() or ["no error message"]
     error = error_lines[-1].removeprefix("error: ")
-    if result.returncode == 2 and ranks == 1:
+    if child.returncode == 2 and ranks == 1:
         raise BadInput(error)
-    if result.returncode not in fine:
-        raise guard.Failure(f"{name or start[-1]} ended with {result.returncode}: {error}")
-    return result.stdout
+    if child.returncode not in fine:
+        raise guard.Failure(f"{name} ended with {child.returncode}: {error}")
+    return output
 
 
 def run_script(work, options=None):
@@ -136,6 +149,13 @@ def run_script(work, options=None):
         "steps": steps,
     })
     return work.runs[-1]
+
+
+def aligned(rows):
+    """Return the lines of a table of texts: the first column aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+            for first, *cells in rows]
 
 
 def steps_of(folder):
