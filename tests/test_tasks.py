@@ -458,7 +458,7 @@ def test_a_score_is_a_number_from_0_to_1(tmp_path, result, parts):
 
 def test_what_is_no_task_is_a_sentence(tmp_path):
     for spec, kind, message in (
-            ("nothing", LookupError, "There is no task nothing: choose arithmetic, chess_world, code, countdown, countdown_search, countdown_think, gsm8k, "
+            ("nothing", LookupError, "There is no task nothing: choose arithmetic, chess_world, code, countdown, countdown_search, countdown_think, gsm8k, gsm8k_hashes, "
              "guess, guru, gym, logic, math, science, simulation, table, unit_conversion, unit_conversion_tool"),
             (str(tmp_path / "none.py"), OSError, "There is no file"), (own(tmp_path, "def reward("), ValueError, "SyntaxError"),
             ("unit_conversion:4", ValueError, "a level, 1, 2 or 3"), ("unit_conversion:", ValueError, "nothing is none of these"),
