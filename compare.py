@@ -248,8 +248,8 @@ class Comparison:
 
     def run_all(self, seed):
         """Run all arms in turn with a seed, in another order with each, and have the questions answered."""
+        self.running = "start"
         start = self.start(seed)
-        self.folders.add(start)
         if "start" in self.cfg.controls.split(","):
             self.files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
         arms = list(self.commands)
@@ -258,7 +258,7 @@ class Comparison:
             self.running = arm
             seed_of_run = self.first_seed + seed + 1000 * (arm == "again")
             folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
-            self.folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
+            self.folders |= {start, folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
             self.files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
 
     def figures(self):

@@ -7,6 +7,7 @@ best is this tree at first. Other options are compare.py's; arms and controls ha
 resumes. out_dir gets log.txt, decisions/, and trees/ by digests, which git diff takes.
 """
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -33,7 +34,8 @@ def keep_copy(tree, out):
     """Copy a tree, but no page or test, to out/trees/DIGEST, and return the digest, git's of these files."""
     is_folder = Path(tree).is_dir()
     git(out, *([f"--work-tree={Path(tree).resolve()}", "add", "--all"] if is_folder else ["read-tree", tree]))
-    git(out, "rm", "-rf", "--cached", "--ignore-unmatch", "docs", "experiments", "notebooks", "tests", "*.md")
+    git(out, "rm", "-rf", "--cached", "--ignore-unmatch", "docs", "experiments", "notebooks", "tests", "*.md",
+        "*.log", "*.out")
     digest = git(out, "write-tree")[:12]
     git(out, "checkout-index", "--all", "--force", f"--prefix={out}/trees/{digest}/")
     return digest
@@ -62,8 +64,8 @@ def decide(cfg, trees):
         try:
             runs.run_all(seed)
         except (config.BadInput, guard.Failure, LookupError) as e:         # LookupError: it logs no steps
-            if runs.running != "candidate":
-                raise
+            if runs.running != "candidate" or re.search("Another run|not be written|ended with -", str(e)):
+                raise                        # not the candidate's fault
             return f"failed  {type(e).__name__}: {e}"
         if seed + 1 >= intervals.FEWEST:
             shares, seconds, _ = runs.figures()
@@ -79,7 +81,8 @@ def main(argv):
     if not candidates:
         print(__doc__)
         return 0
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     cfg = config.load(compare.Config, [*(word for word in argv if "--candidate=" not in word), "--controls="])
     compare.check(cfg, {"base": cfg.command})
     out = Path(cfg.out_dir).resolve()
@@ -91,7 +94,7 @@ def main(argv):
     if own != lines[0].split()[2]:
         raise config.BadInput(f"{ROOT} isn't {log}'s first tree: restore it, or give another --out_dir=.")
     for candidate in candidates:
-        path, _, change = candidate.partition(": ")
+        path, _, change = " ".join(candidate.split()).partition(": ")
         digest = keep_copy(path, out)
         if earlier := [line for line in lines if line.split()[2] == digest]:
             print(f"{path} is a tree that has run, and none runs twice: {earlier[0]}")

@@ -94,9 +94,11 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
             output, errors = child.communicate()
         except BaseException:                # Ctrl-C, or a signal's SystemExit
             child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.communicate(timeout=SAVING)
-            child.kill()
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.communicate(timeout=SAVING)
+            finally:                         # after a second Ctrl-C too
+                child.kill()
             raise
     error_lines = errors.strip().splitlines() or ["no error message"]
     error = error_lines[-1].removeprefix("error: ")

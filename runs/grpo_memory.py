@@ -33,7 +33,7 @@ def memory_of(cfg, shape, card, prompt):
     hw = hardware.setup("cpu", dtype="bf16", attention="sdpa", compile=cfg.compile)
     hw = dataclasses.replace(hw, device=torch.device("cuda"))
     context = prompt + cfg.max_new_tokens
-    tokens = cfg.tokens_per_micro_batch
+    tokens = cfg.tokens_per_micro_batch or grpo.MICRO_BATCH
     rows = worst_case(cfg, hw, prompt, 0, context).rows(tokens, context)
     n = model.n_params()
     used = {"weights": 4 * n}
@@ -58,6 +58,8 @@ def main(argv):
     os.environ["WORLD_SIZE"] = cards
     cfg = config.load(grpo.Config, options)
     grpo.check(cfg)
+    if cfg.lora_rank:
+        raise config.BadInput("The memory of adapters is not computed: leave --lora_rank out.")
     used = memory_of(cfg, SHAPES[name], float(card), int(prompt))
     parts = ", ".join(f"{use} {size / 2**30:.2f}" for use, size in used.items() if size)
     print(f"{sum(used.values()) / 2**30:.1f} GiB: {parts}")

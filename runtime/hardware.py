@@ -345,8 +345,13 @@ def keep_freed_memory():
 
 def reserve_heap():
     """Extend glibc's heap by most of the machine's memory, advised to have pages of 2 MiB instead of 4 KiB
-    (Linux). A page takes memory when it is first written. Without effect where the system refuses."""
+    (Linux). A page takes memory when it is first written. Without effect where the system refuses, or counts
+    memory that is not written."""
     global heap_is_reserved
+    overcommit = Path("/proc/sys/vm/overcommit_memory")
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY or (
+            overcommit.exists() and overcommit.read_text().strip() == "2"):
+        return
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -354,7 +359,8 @@ def reserve_heap():
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     M_MMAP_MAX = -4
     MADV_HUGEPAGE = 14
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3
+    used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss         # a fork may not exceed the whole
+    size = max(0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3 - used)
     libc.mallopt(M_MMAP_MAX, 0)          # else malloc takes so large a block from elsewhere
     block = libc.malloc(size)
     libc.mallopt(M_MMAP_MAX, 65536)      # the default

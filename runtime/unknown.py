@@ -1,6 +1,7 @@
 """The answer to an option or a word that a script does not know. Options of other tools (nanoGPT, Trainer,
 TRL, verl, vLLM, guides) are answered by their names here. Loaded when such a word was met."""
 import difflib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def answer_to_option(key, source, fields):
     or the file and the name."""
     dashes = "--" if source.startswith("--") else ""
     name = key.rpartition(".")[2].replace("-", "_").lower()      # verl's keys have dots
-    ours = names_here(name)
+    ours = [name] if name in fields else names_here(name)       # --max-new-tokens
     for option in ours:
         field = fields.get(option.partition("=")[0])
         if field:
@@ -121,7 +122,7 @@ def options_of(script):
 def answer_to_word(word, fields):
     """Return the sentence for a word that is neither a config file nor a flag. fields: of the script."""
     path = Path(word)
-    is_model = path.suffix == ".gguf" or (path / "config.json").exists()
+    is_model = path.suffix == ".gguf" or os.path.exists(path / "config.json")
     wanted = ["init_from", "start"] if is_model else ["dataset", "output"] if path.suffix in DATA else []
     for option in wanted:
         if option in fields:

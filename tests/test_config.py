@@ -307,6 +307,7 @@ def test_an_option_of_another_tool_is_answered_by_ours():
 
 
 @pytest.mark.parametrize("script, flag, ours", [
+    ("grpo", "max-new-tokens", "max_new_tokens"), ("eval", "TASK", "task"),
     ("train", "mixed_precision", "dtype=auto, which is the default"), ("train", "fp16", "dtype=fp16"), ("train", "bf16", "dtype=bf16"),
     ("grpo", "use_amp", "dtype=auto"), ("train", "d_model", "n_embd"), ("train", "num_layers", "n_layer"), ("train", "num_heads", "n_head"),
     ("train", "hidden_size", "n_embd"), ("train", "max_seq_length", "block_size"), ("grpo", "max_seq_length", "max_prompt_tokens"),

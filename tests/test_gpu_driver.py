@@ -272,6 +272,20 @@ def test_the_order_of_the_day(monkeypatch, tmp_path):
     assert day() == first
 
 
+def test_a_stage_that_is_repeated_takes_the_one_beside_along(monkeypatch, tmp_path):
+    """Else a loss that is off would not be compared, and pass."""
+    path = tmp_path / "gpu.jsonl"
+
+    def train(name, loss, beside=""):
+        return Stage(name, telling(outcome(name, figures=dict(tokens_per_s=1.0, outside_s=1.0, loss=loss))), 0, 20, beside)
+    stages = [Stage("first", telling(outcome("a")), 0, 20), train("eager", 4.0), train("compiled", 5.0, "eager")]
+    for _ in range(2):
+        code, lines = measured(monkeypatch, path, *stages)
+        assert code == 1
+    assert [(line["stage"], line["status"]) for line in run.read_runs(path)[1]] == [
+        ("card", "ok"), ("eager", "ok"), ("compiled", "failed"), ("first", "ok")]
+
+
 def test_a_quarter_of_an_hour_decides_what_changed():
     """Even if each stage takes its limit: the tests of changed code, and GRPO eager and compiled."""
     names = [stage.name for stage in run.STAGES]
