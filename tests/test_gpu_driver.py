@@ -274,7 +274,7 @@ def test_the_order_of_the_day(monkeypatch, tmp_path):
     assert second[0] == "card" and {"rl", "engine"} <= {*second[:6]} and {*second} - passed <= {*early}
     for name in {*second} - passed:
         assert not beside[name] or second.index(beside[name]) < second.index(name)
-    assert {*names} - {"two-cards"} <= {*first, *second, *day()}
+    assert {*names} - {"two-cards"} <= {*first, *second, *day(), *day()}
     card[0] = "Other Card"
     assert day() == first
 
