@@ -88,6 +88,7 @@ EXCUSED = {
     "chess_mini": "25 s of games alone; tests/test_chess.py has small ones",
     "six_domains_cpu.py --init_from=out/domains": "it begins from domains.sh; tests/test_surgery.py has small ones",
     "hf.py out/book --gguf": "tests/test_gguf.py runs it",
+    "vllm serve": "a server of another project",
     "my_algo.py": "a copy of grpo.py; tests/test_algorithm.py makes and runs copies",
 }
 
