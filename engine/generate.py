@@ -141,8 +141,8 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, scheduler):
-        """Append replies and decode until the next poll. Return ids and logprobs [B, steps]; ()
-        if all samples are paused."""
+        """Append replies and decode until the next poll. Return ids and logprobs [B, steps]; () if all samples
+        are paused."""
         runner = self.runner
         if scheduler.environment:
             for slots, positions, ids in scheduler.resume():

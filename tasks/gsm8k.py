@@ -48,7 +48,10 @@ def documents(split, argument=None):
     return [_questions.document(q, solution(q)) for q in questions(split, argument=argument)]
 
 
+def with_number(question):
+    """Return a question of this task, or that of a row of GSM8K's own files (--dataset=)."""
+    return question | row(question) if "####" in str(question["answer"]) else question
+
+
 def reward(question, completion):
-    """Grade an answer to a question of this task, or to a row of GSM8K's own files (--dataset=)."""
-    is_row = "####" in str(question["answer"])
-    return _answers.grade(question | row(question) if is_row else question, completion)
+    return _answers.grade(with_number(question), completion)

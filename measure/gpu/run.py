@@ -184,6 +184,16 @@ def passed_before(path, card):
     return {stage.name for stage in STAGES if passed.get(stage.name) == command_of(stage)}
 
 
+def in_order(stages, passed):
+    """Return the stages with those that passed before at the end, unless an earlier one is compared with their
+    figures. passed: names."""
+    last = set(passed)
+    for stage in reversed(stages):
+        if stage.name not in last:
+            last.discard(stage.beside)
+    return sorted(stages, key=lambda stage: stage.name in last)
+
+
 def checks_of_tests(printed):
     """Return the checks in pytest's output: each failed test, and the counts."""
     failed = [re.match(r"(?:FAILED|ERROR) (\S+::\S+)(?: - (.*))?$", line) for line in printed]
@@ -194,8 +204,8 @@ def checks_of_tests(printed):
 
 def checks_of_record(record):
     """Return the checks in a record of bench.py."""
+    rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
     if record["mode"] == "ladder":
-        rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
         rows = [outcome(row["name"], figures={rate: row["rate"], "step_ms": 1e3 * row["step_s"]}
                         | {name: row[name] for name in ("gain", "peak_memory_gb", "loss", "off_fp32")})
                 for row in record["rows"]]
@@ -206,7 +216,6 @@ def checks_of_record(record):
     if record["stage"] == "generate":
         return [outcome(case["work"], figures=case_figures(case)) for case in record["cases"]]
     run = record["repeats"][0]
-    rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
     figures = {
         rate: statistics.median(record["rates"]["nanoRFT"]),
         "of_limit": record["share"],
@@ -431,12 +440,8 @@ def run(cfg, stages, path):
             with open(path, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in checks)
             lines += checks
-            if stage.name == "card":
-                known = passed_before(path, checks[0]["name"]) if checks[0]["status"] == "ok" else set()
-                for later in reversed(stages):
-                    if later.name not in known:
-                        known.discard(later.beside)      # it needs the figures of this run
-                stages.sort(key=lambda stage: stage.name in known)           # those come last
+            if stage.name == "card" and checks[0]["status"] == "ok":
+                stages = in_order(stages, passed_before(path, checks[0]["name"]))
     return lines
 
 
