@@ -185,8 +185,8 @@ def passed_before(path, card):
 
 
 def in_order(stages, passed):
-    """Return the stages, those that passed before last, unless another is compared with their figures. passed:
-    names."""
+    """Return the stages with those that passed before (names) last, except where another is compared with
+    their figures."""
     last = set(passed)
     for stage in reversed(stages):
         if stage.name not in last:
