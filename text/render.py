@@ -21,6 +21,7 @@ SECONDS = 0.4                        # processor time of a rendering
 MEMORY = 2**28                       # bytes of address space of the process; it needs 2**25
 DATE = datetime.datetime(2024, 7, 26)          # Llama 3's default; today's would change ids every day
 LOCK = threading.Lock()
+PROCESSES = {}                       # {pid: its rendering process}: a fork needs its own
 
 
 @functools.lru_cache
@@ -67,19 +68,21 @@ def main():
         print(answer, flush=True)
 
 
-@functools.lru_cache
-def process(pid):
-    """Return the process of this one, which is pid: a fork needs its own. It ends with its standard input."""
-    return subprocess.Popen([sys.executable, "-m", "text.render"], cwd=Path(__file__).parent.parent, text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                            start_new_session=True)              # Ctrl-C is not for it
+def process():
+    """Return this process's own, started at its first text. It ends with its standard input."""
+    if os.getpid() not in PROCESSES:
+        PROCESSES[os.getpid()] = subprocess.Popen(
+            [sys.executable, "-m", "text.render"], cwd=Path(__file__).parent.parent, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True)              # Ctrl-C is not for it
+    return PROCESSES[os.getpid()]
 
 
 def render(template, all_variables, longest):
     """Return the template's texts, each of at most `longest` characters. ValueError with the reason otherwise.
     One call for several texts: a call takes 0.2 ms, of which the pipes take half."""
     with LOCK:
-        worker = process(os.getpid())
+        worker = process()
         try:
             worker.stdin.write(json.dumps([template, all_variables, longest]) + "\n")
             worker.stdin.flush()
@@ -98,11 +101,10 @@ def render(template, all_variables, longest):
 
 
 def end():
-    """End the process; the next text starts another."""
-    worker = process(os.getpid())
-    process.cache_clear()
-    with contextlib.suppress(BrokenPipeError), worker:           # closes the pipes and waits
-        pass
+    """End the process, if there is one; the next text starts another."""
+    if worker := PROCESSES.pop(os.getpid(), None):
+        with contextlib.suppress(BrokenPipeError), worker:       # closes the pipes and waits
+            pass
 
 
 if __name__ == "__main__":
