@@ -4,7 +4,7 @@
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad \\
         --out_dir=out/domains/pcgrad
 
-runs/domains.sh runs the earlier stages and the experiment of docs/domains.md.
+runs/domains.sh runs this after the earlier stages; experiments/domains.py compares both.
 """
 init_from = "out/domains/rft"
 out_dir = "out/domains/mixed"
