@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad, chunk_loss, drop_out,
-                        rms_norm)
+from layers.ops import (ATTENTION, HeadAndLogprobs, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad,
+                        chunk_gradient, chunk_logprobs, chunk_loss, drop_out, rms_norm)
 
 CPU_LOGITS_PER_CHUNK = 2**25                 # 128 MiB in fp32
-CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # where GPT.token_logprobs recomputes them in the backward pass
+CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # of GPT.divergence, with two models'
 
 
 @dataclass
@@ -206,14 +206,6 @@ def call_block(block, h, cos, sin, attend):
     return block(h, cos, sin, attend)
 
 
-def chunk_logprobs(model, h, y, temperature):
-    """Return logprobs [N] of targets y [N] after h [N, C], and the entropies [N] of their distributions."""
-    logprobs = F.log_softmax(model.logits(h).div_(temperature), dim=-1)
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
-    return logprobs.gather(1, y[:, None])[:, 0], entropy
-
-
 def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
     """Return the sums over N positions of the KL divergence of a teacher's distributions from the model's and
     of the cross entropy of y [N], after h [N, C] and the teacher's teacher_h [N, C']."""
@@ -226,14 +218,15 @@ def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
 
 
 class CompiledParts(NamedTuple):
-    """The three functions that --compile replaces: block, loss chunk, logprob chunk."""
+    """The functions that --compile replaces: block, chunks of the loss, of logprobs and of their gradient."""
     block: Callable = call_block
     loss: Callable = chunk_loss
     logprobs: Callable = chunk_logprobs
+    gradient: Callable = chunk_gradient
 
     @classmethod
     def compiled(cls, mode=None, dynamic=None, blocks=True):
-        """Return the three functions compiled with torch.compile's mode; dynamic applies to blocks.
+        """Return the functions compiled with torch.compile's mode; dynamic applies to blocks.
 
         All blocks share one compiled function. Each has its gradients when its own backward pass ends, so
         that they can be reduced across ranks during the rest. blocks: whether to compile them.
@@ -241,16 +234,17 @@ class CompiledParts(NamedTuple):
         block = torch.compile(call_block, mode=mode, dynamic=dynamic) if blocks else call_block
         # Not dynamic: the kernel needs the constant number of ids to know how rows are aligned.
         loss = torch.compile(chunk_loss, mode=mode, dynamic=None)
-        return cls(block, loss, torch.compile(chunk_logprobs, mode=mode, dynamic=True))
+        of_logprobs = [torch.compile(of, mode=mode, dynamic=True) for of in (chunk_logprobs, chunk_gradient)]
+        return cls(block, loss, *of_logprobs)
 
 
-def logits_per_chunk(device):
+def logits_per_chunk(device, on_cpu):
     """Return the number of logits per chunk; up to four fp32 tensors of that size exist at once.
 
     On a GPU each takes 1/64 of total memory. Free memory varies between runs, which would vary rounding.
     """
     if device.type != "cuda":
-        return CPU_LOGITS_PER_CHUNK
+        return on_cpu
     memory = 2**35                           # for estimates on a machine without a GPU
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -425,33 +419,22 @@ class GPT(nn.Module):
     def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
         """Return logprobs of targets y [B, T] after x [B, T], and entropies of their distributions.
 
-        Both are in nats at this temperature, fp32 [B, T], 0 where y is IGNORE. Entropies have no gradient.
-        Each row of x starts a text or continues one of the Prompts. The head is computed only for targets, in
-        chunks; several chunks are recomputed in the backward pass, so that B*T*V fp32 logits never exist.
+        Both are in nats at this temperature, fp32 [B, T], 0 where y is IGNORE, with gradient. Each row of x
+        starts a text or continues one of the Prompts. The head is computed only for targets, in chunks; several
+        are computed again in the backward pass, so that B*T*V fp32 logits never exist.
         target_index: [N] of the targets in y.flatten(); None: computed here, which synchronizes.
         """
         if target_index is None:
             target_index = (y.flatten() != IGNORE).nonzero()[:, 0]
         h = self.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
-        per_chunk = logits_per_chunk(h.device)
-        recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > per_chunk
-        if recompute and h.device.type == "cpu":
-            per_chunk = CPU_RECOMPUTED_LOGITS_PER_CHUNK
-        rows = self.rows_per_chunk(h.device, per_chunk)
-        logprobs = []
-        entropies = []
-        for chunk in zip(h.split(rows), targets.split(rows)):
-            if recompute:
-                inputs = self, *chunk, temperature
-                logprob, entropy = checkpoint(self.parts.logprobs, *inputs, use_reentrant=False)
-            else:
-                logprob, entropy = self.parts.logprobs(self, *chunk, temperature)
-            logprobs.append(logprob)
-            entropies.append(entropy)
+        c = self.config
+        rows = self.rows_per_chunk(h.device)
+        columns = HeadAndLogprobs.apply(h, self.head_weight, targets, c.vocab_size, c.logit_softcap, temperature,
+                                        rows, self.parts.logprobs, self.parts.gradient)
         at = target_index // y.shape[1], target_index % y.shape[1]
         zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
-        return zeros.index_put(at, torch.cat(logprobs)), zeros.index_put(at, torch.cat(entropies))
+        return tuple(zeros.index_put(at, column) for column in columns)
 
     def divergence(self, teacher, x, y, temperature, prompts, target_index):
         """Return the KL divergence of a teacher's (a GPT's) distributions from the model's, over all ids, and
@@ -461,8 +444,7 @@ class GPT(nn.Module):
         with torch.no_grad():
             teacher_h = teacher.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
-        per_chunk = CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None
-        rows = self.rows_per_chunk(h.device, per_chunk)
+        rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK)
         sums = torch.zeros(2, device=h.device)
         for chunk in zip(h.split(rows), teacher_h.split(rows), targets.split(rows)):
             inputs = self, teacher, *chunk, temperature
@@ -474,13 +456,9 @@ class GPT(nn.Module):
         h = self.hidden(x) if prompts is None else self.hidden_after_prompts(x, prompts)
         return h.flatten(0, 1).index_select(0, target_index)
 
-    def rows_per_chunk(self, device, logits=None):
-        """Return the number of rows in a chunk of `logits` logits; None: logits_per_chunk.
-
-        At most 2**14, so that fp16 can sum a chunk's gradient.
-        """
-        logits = logits or logits_per_chunk(device)
-        return min(2**14, max(1, logits // self.config.padded_vocab_size))
+    def rows_per_chunk(self, device, on_cpu=CPU_LOGITS_PER_CHUNK):
+        """Return the number of rows in a chunk of logits: at most 2**14, so that fp16 can sum its gradient."""
+        return min(2**14, max(1, logits_per_chunk(device, on_cpu) // self.config.padded_vocab_size))
 
     def hidden_after_prompts(self, x, prompts):
         """Return hidden states [B, T, C] of rows x [B, T] that continue Prompts, without attention dropout.

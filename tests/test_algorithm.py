@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import forked
 from conftest import ROOT, environment, flags, largest_difference
-from model import GPTConfig, IGNORE
 from runtime import checkpoint
 from test_grpo import GRPO, base, letters, lines, one_thread, write  # noqa: F401
 
@@ -113,26 +112,6 @@ def test_a_copy_with_gspo_runs_and_resumes(changed, base, letters, tmp_path):
     gspo = dict(loss_type="gspo", clip_low=3e-4, clip_high=4e-4, mini_batches=2)
     steps = learnt(changed("gspo"), tmp_path / "run", base, letters, **gspo)
     assert steps[0]["updates"] == 2 and any(line["clip_fraction"] for line in steps)
-
-
-def test_entropies_have_the_gradient_of_autograd(changed, monkeypatch):
-    """Also where several chunks are recomputed in the backward pass."""
-    model = imported(monkeypatch, changed("entropy") / "model.py", "my_model")
-    monkeypatch.setattr(model, "CPU_LOGITS_PER_CHUNK", 200)
-    monkeypatch.setattr(model, "CPU_RECOMPUTED_LOGITS_PER_CHUNK", 200)
-    torch.manual_seed(0)
-    gpt = model.GPT(GPTConfig(vocab_size=60, n_layer=1, n_head=2, n_embd=16, block_size=8))
-    torch.nn.init.normal_(gpt.head.weight, std=0.3)
-    x = torch.randint(60, (3, 8))
-    y = x.roll(-1, 1)
-    y[1, 5:] = IGNORE
-    _, entropy = gpt.token_logprobs(x, y, 0.7)
-    gradients = torch.autograd.grad(entropy.sum(), [gpt.head.weight, gpt.blocks[0].mlp.down.weight])
-    logits = gpt.double()(x).double() / 0.7
-    expected = torch.distributions.Categorical(logits=logits).entropy()[y != IGNORE].sum()
-    assert entropy.sum().item() == pytest.approx(expected.item(), rel=1e-5)
-    for gradient, exact in zip(gradients, torch.autograd.grad(expected, [gpt.head.weight, gpt.blocks[0].mlp.down.weight])):
-        torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-6)
 
 
 def test_an_entropy_bonus_trains_where_every_advantage_is_0(changed, base, tmp_path):

@@ -355,15 +355,19 @@ def test_logprobs_are_those_of_the_targets_at_the_temperature(kind, temperature)
     model.head_weight.data[100:] = 1e3       # padding ids, which no probability may leak to
     y[0, :9], y[2, 5:] = IGNORE, IGNORE
     logp, entropy = model.token_logprobs(x, y, temperature)
-    logits = model(x).detach()
+    logits = model(x)
     whole = (logits / temperature).log_softmax(-1)
     expected = torch.where(y == IGNORE, 0.0, whole.gather(-1, y.clamp(min=0)[..., None])[..., 0])
     assert logp.dtype == torch.float32 and logits.shape[-1] == 100
-    torch.testing.assert_close(logp.detach(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(logp, expected, rtol=0, atol=2e-6)
     assert (logp[y == IGNORE] == 0).all() and (entropy[y == IGNORE] == 0).all()
-    truth = torch.distributions.Categorical(logits=logits / temperature).entropy()
-    torch.testing.assert_close(entropy, torch.where(y == IGNORE, 0.0, truth), rtol=0, atol=2e-6)
-    assert logp.requires_grad and not entropy.requires_grad
+    truth = torch.where(y == IGNORE, 0.0, torch.distributions.Categorical(logits=logits / temperature).entropy())
+    torch.testing.assert_close(entropy, truth, rtol=0, atol=2e-6)
+    a, b = torch.rand(2, *y.shape)
+    parameters = list(model.parameters())
+    for ours, of_autograd in ((a * logp, a * expected), (b * entropy, b * truth), (a * logp + b * entropy, a * expected + b * truth)):
+        for gradient, exact in zip(*(torch.autograd.grad(of.sum(), parameters, retain_graph=True) for of in (ours, of_autograd))):
+            torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-5 * max(1.0, exact.abs().max().item()))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 31])
