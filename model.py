@@ -420,8 +420,8 @@ class GPT(nn.Module):
         """Return logprobs of targets y [B, T] after x [B, T], and entropies of their distributions.
 
         Both are in nats at this temperature, fp32 [B, T], 0 where y is IGNORE, with gradient. Each row of x
-        starts a text or continues one of the Prompts. The head is computed only for targets, in chunks; several
-        are computed again in the backward pass, so that B*T*V fp32 logits never exist.
+        starts a text or continues one of the Prompts. The head is computed only for targets, in chunks, which
+        are computed again in the backward pass: B*T*V fp32 logits never exist.
         target_index: [N] of the targets in y.flatten(); None: computed here, which synchronizes.
         """
         if target_index is None:
@@ -430,8 +430,9 @@ class GPT(nn.Module):
         targets = y.flatten().index_select(0, target_index)
         c = self.config
         rows = self.rows_per_chunk(h.device)
-        columns = HeadAndLogprobs.apply(h, self.head_weight, targets, c.vocab_size, c.logit_softcap, temperature,
-                                        rows, self.parts.logprobs, self.parts.gradient)
+        functions = self.parts.logprobs, self.parts.gradient
+        columns = HeadAndLogprobs.apply(
+            h, self.head_weight, targets, c.vocab_size, c.logit_softcap, temperature, rows, functions)
         at = target_index // y.shape[1], target_index % y.shape[1]
         zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
         return tuple(zeros.index_put(at, column) for column in columns)
@@ -457,7 +458,7 @@ class GPT(nn.Module):
         return h.flatten(0, 1).index_select(0, target_index)
 
     def rows_per_chunk(self, device, on_cpu=CPU_LOGITS_PER_CHUNK):
-        """Return the number of rows in a chunk of logits: at most 2**14, so that fp16 can sum its gradient."""
+        """Return the number of rows in a chunk of logits, at most 2**14: fp16 can sum its gradient."""
         return min(2**14, max(1, logits_per_chunk(device, on_cpu) // self.config.padded_vocab_size))
 
     def hidden_after_prompts(self, x, prompts):

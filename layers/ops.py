@@ -168,7 +168,7 @@ ATTENTION = {"sdpa": sdpa_attention, "sdpa_repeated": partial(sdpa_attention, re
 class Pad(torch.autograd.Function):
     """Copy positions to a sequence with padding, which is 0.
 
-    The backward passes of index_copy and index_select sum gradients, which takes six times as long on a CPU as
+    The backward passes of index_copy and index_select sum gradients, which takes 6 times as long on a CPU as
     the copies here."""
 
     @staticmethod
@@ -388,18 +388,18 @@ def fused_loss(logits, y, vocab_size, softcap, needs_gradient):
 class HeadAndLogprobs(torch.autograd.Function):
     """Logprobs of targets after a linear head and entropies of its distributions, `rows` positions at a time.
 
-    The backward pass computes the logits of a chunk again, unless there is one chunk, and overwrites them with
-    their gradient. Forward and backward take 0.77 of the time of log_softmax under torch.utils.checkpoint
-    (1,024 x 49,152 logits of 576 channels, fp32, a Zen 3 core), 0.80 of log_softmax's own (8,192 x 256)."""
+    The backward pass computes the logits again, unless they are a single chunk, and overwrites them with their
+    gradient. Forward and backward take 0.77 of the time of log_softmax under torch.utils.checkpoint (1,024 x
+    49,152 logits of 576 channels, fp32, a Zen 3 core), 0.80 of log_softmax's own (8,192 x 256)."""
 
     @staticmethod
-    def forward(ctx, h, weight, targets, vocab_size, softcap, temperature, rows, chunk_logprobs, chunk_gradient):
-        """Return nats at this temperature as fp32 [N] twice, for h [N, C], weight [V padded, C] and targets [N].
+    def forward(ctx, h, weight, targets, vocab_size, softcap, temperature, rows, functions):
+        """Return nats at this temperature, fp32 [N] twice, for h [N, C], weight [V padded, C], targets [N].
 
-        The last two: the functions below, eager or compiled."""
+        functions: chunk_logprobs and chunk_gradient below, eager or compiled."""
+        chunk_logprobs, ctx.chunk_gradient = functions
         ctx.settings = vocab_size, softcap, temperature
         ctx.rows = rows
-        ctx.chunk_gradient = chunk_gradient
         ctx.h_dtype = h.dtype
         ctx.set_materialize_grads(False)
         h = autocast(h)
@@ -416,21 +416,22 @@ class HeadAndLogprobs(torch.autograd.Function):
     def backward(ctx, by_logprob, by_entropy):
         h, weight, *of_targets, logits = ctx.saved_tensors
         if by_logprob is None:
-            by_logprob = torch.zeros_like(of_targets[1])
+            by_logprob = torch.zeros_like(by_entropy)
         w = weight.to(h.dtype)
         dh = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(h), ctx.rows):
             at = slice(start, start + ctx.rows)
-            of_chunk = [None if tensor is None else tensor[at] for tensor in (*of_targets, by_logprob, by_entropy)]
-            grad = ctx.chunk_gradient(h[at] @ w.t() if logits is None else logits, *of_chunk, *ctx.settings)
+            of_chunk = [None if of is None else of[at] for of in (*of_targets, by_logprob, by_entropy)]
+            again = h[at] @ w.t() if logits is None else logits
+            grad = ctx.chunk_gradient(again, *of_chunk, *ctx.settings)
             if dh is not None:
                 dh[at] = grad @ w
             if dw is not None:
                 dw.addmm_(grad.t(), h[at])
         dh = None if dh is None else dh.to(ctx.h_dtype)
         dw = None if dw is None else dw.to(weight.dtype)
-        return dh, dw, *7 * [None]
+        return dh, dw, *6 * [None]
 
 
 def autocast(h):
