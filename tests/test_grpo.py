@@ -378,7 +378,7 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
     weight = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
     for at_a_time in (10**6, rows):
         model = tiny(trained=True, **kind)
-        model.rows_per_chunk = lambda device, logits: at_a_time
+        model.rows_per_chunk = lambda device: at_a_time
         logp, entropy = model.token_logprobs(x, y, 0.8)
         (logp * weight).sum().backward()
         results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
