@@ -522,7 +522,7 @@ def main(argv):
     with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base):
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
-        model = fit_update(cfg, run, worst, context, other_bytes)
+        model = fit_update(cfg, run, worst, context, other_bytes, reference)
         slots = cfg.slots or slots_beside_update(cfg, run, worst, context, other_bytes, stream.state.slots)
         engine = make_engine(cfg, run, slots, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)

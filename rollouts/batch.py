@@ -175,14 +175,15 @@ class WorstCase:
         return sizes
 
     def inputs(self, tokens, temperature, device):
-        """Return the arguments of GPT.token_logprobs for such a micro-batch."""
+        """Return the arguments of GPT.token_logprobs and GPT.divergence for such a micro-batch."""
         n = self.answers(tokens)
         n_prompts = math.ceil(n / self.k_samples)
         x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
         ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
         of_row = torch.arange(n, device=device) // self.k_samples
         every = torch.arange(ids.numel() + x.numel(), device=device)
-        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, every)
+        prompts = Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, every)
+        return x, x, temperature, prompts, every[:x.numel()]
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """The memory of grpo.py: the micro-batch of the update, and the engine's slots beside it."""
 from functools import partial
 
+import torch
+
 from engine import slots_that_fit
 from rollouts.batch import WorstCase, round_up
 from runtime import distributed, memory, optim
@@ -18,21 +20,28 @@ def worst_case(cfg, hw, longest_prompt, replies, context):
     return WorstCase(prompt, answer, cfg.k_samples, samples_per_rank(cfg) // cfg.mini_batches)
 
 
-def fit_update(cfg, run, worst, context, other_bytes):
-    """Return the TrainedModel, with the micro-batch that fits in memory. other_bytes: of PCGrad."""
+def fit_update(cfg, run, worst, context, other_bytes, reference):
+    """Return the TrainedModel, with the micro-batch that fits in memory. other_bytes: of PCGrad. reference: a
+    Reference, or None."""
     bytes_to_come = optim.pending_bytes(run.optimizers) + other_bytes
     advice = partial(memory.advice, run.model, run.hardware, context, bytes_to_come,
                      "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
     return memory.fit(run, worst.sizes(run.state.micro_batch),
-                      partial(try_update, cfg, run, worst, context, bytes_to_come), advice)
+                      partial(try_update, cfg, run, worst, context, bytes_to_come, reference), advice)
 
 
-def try_update(cfg, run, worst, context, bytes_to_come, tokens):
+def try_update(cfg, run, worst, context, bytes_to_come, reference, tokens):
     """Return (TrainedModel, exception of memory.rehearse or None) of a trial with this micro-batch."""
     hw = run.hardware
     model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
     inputs = worst.inputs(tokens, cfg.temperature, hw.device)
-    return model, memory.rehearse(model, hw, worst.rows(tokens, context), context, 2, bytes_to_come, inputs)
+
+    def update(model):                       # as in learn
+        with torch.set_grad_enabled(cfg.reward_weight > 0 or cfg.distill == "reverse"):
+            loss = model.token_logprobs(*inputs)[0].sum()
+        return loss + model.divergence(reference.model, *inputs)[0] if cfg.distill == "forward" else loss
+
+    return model, memory.rehearse(model, hw, worst.rows(tokens, context), context, 2, bytes_to_come, update)
 
 
 def slots_beside_update(cfg, run, worst, context, other_bytes, saved):

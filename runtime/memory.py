@@ -60,13 +60,13 @@ def divisors(micro_batch, share):
     return sizes
 
 
-def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None, prefix=None):
-    """Try a training step with the longest sequences and (without `inputs`) an evaluation. Return None if
+def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, update=None, prefix=None):
+    """Try a training step with the longest sequences and (without `update`) an evaluation. Return None if
     they run and fit, else the exception; Failure if the model is sharded, since this process can't try again.
 
     Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
-    where the kernel kills a process that takes too much, an estimate comes first. inputs: arguments of
-    token_logprobs for grpo.py, with about as many positions. prefix: ids [P] that the sequences begin with.
+    where the kernel kills a process that takes too much, an estimate comes first. update(model): the
+    loss of grpo.py, of about as many positions. prefix: ids [P] that the sequences begin with.
     Sets model.rehearsed_s: seconds of the last micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
@@ -74,7 +74,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         free = available(hardware.device)
         if distributed.on_any_rank(needed > free):    # decide together before any rank allocates
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
-        if inputs and not hardware.compile:
+        if update and not hardware.compile:
             return None                      # the trial takes as long as two steps: minutes for a real model
     whole = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
     x = whole
@@ -87,13 +87,13 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         for _ in model.micro_steps([None] * passes):
             clock = time.perf_counter()
             with hardware.autocast():
-                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, x, None, prefix)
+                loss = update(model) if update else model.loss(x, x, None, prefix)
             loss.backward()
             hardware.wait()
             model.rehearsed_s = time.perf_counter() - clock
         if hardware.compile and passes == 1:
             model.rehearsed_s = None         # mostly compilation
-        if not inputs:
+        if not update:
             model.eval()
             with hardware.autocast(), torch.no_grad():
                 model.loss(whole, whole)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hub.weights
-from conftest import flags, largest_difference, run, trained, weights
+from conftest import count_graphs, flags, largest_difference, run, trained, weights
 from experimental.distillation import Teacher, check_teacher, find_teacher
 from runtime import config, hardware
 from runtime.config import BadInput
@@ -84,6 +84,18 @@ def test_without_rewards_the_forward_divergence_alone_is_differentiated(learn, t
     always.clear()
     learn("rewards", reward_weight=1.0, **knobs)
     assert all(kept[-3:])
+
+
+def test_the_rehearsal_computes_the_forward_divergence(learn, teacher, monkeypatch):
+    count_graphs(monkeypatch)
+    called = []
+    for name in ("token_logprobs", "divergence"):
+        def watched(*arguments, name=name, method=getattr(TrainedModel, name)):
+            called.append(name)
+            return method(*arguments)
+        monkeypatch.setattr(TrainedModel, name, watched)
+    learn(teacher=teacher, max_steps=1, distill="forward", beta=1.0, compile=True)
+    assert called == 3 * ["token_logprobs", "divergence"] and "failed" not in learn.said
 
 
 @pytest.mark.parametrize("distill, ids", [("forward", 300), ("reverse", 257)])
