@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from layers.ops import (ATTENTION, HeadAndLogprobs, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad,
-                        chunk_gradient, chunk_logprobs, chunk_loss, drop_out, rms_norm)
+from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad, chunk_loss, drop_out,
+                        rms_norm)
 
 CPU_LOGITS_PER_CHUNK = 2**25                 # 128 MiB in fp32
 CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # of GPT.divergence, with two models'
@@ -218,11 +219,11 @@ def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
 
 
 class CompiledParts(NamedTuple):
-    """The functions that --compile replaces: block, chunks of the loss, of logprobs and of their gradient."""
+    """The functions that --compile replaces: block, chunk of the loss, and what `compile` returns for those of
+    logprobs."""
     block: Callable = call_block
     loss: Callable = chunk_loss
-    logprobs: Callable = chunk_logprobs
-    gradient: Callable = chunk_gradient
+    compile: Callable = lambda function: function
 
     @classmethod
     def compiled(cls, mode=None, dynamic=None, blocks=True):
@@ -234,8 +235,7 @@ class CompiledParts(NamedTuple):
         block = torch.compile(call_block, mode=mode, dynamic=dynamic) if blocks else call_block
         # Not dynamic: the kernel needs the constant number of ids to know how rows are aligned.
         loss = torch.compile(chunk_loss, mode=mode, dynamic=None)
-        of_logprobs = [torch.compile(of, mode=mode, dynamic=True) for of in (chunk_logprobs, chunk_gradient)]
-        return cls(block, loss, *of_logprobs)
+        return cls(block, loss, cache(partial(torch.compile, mode=mode, dynamic=True)))
 
 
 def logits_per_chunk(device, on_cpu):
@@ -424,13 +424,14 @@ class GPT(nn.Module):
         are computed again in the backward pass: B*T*V fp32 logits never exist.
         target_index: [N] of the targets in y.flatten(); None: computed here, which synchronizes.
         """
+        from layers.logprobs import HeadAndLogprobs, chunk_gradient, chunk_logprobs
         if target_index is None:
             target_index = (y.flatten() != IGNORE).nonzero()[:, 0]
         h = self.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
         c = self.config
         rows = self.rows_per_chunk(h.device)
-        functions = self.parts.logprobs, self.parts.gradient
+        functions = [self.parts.compile(of) for of in (chunk_logprobs, chunk_gradient)]
         columns = HeadAndLogprobs.apply(
             h, self.head_weight, targets, c.vocab_size, c.logit_softcap, temperature, rows, functions)
         at = target_index // y.shape[1], target_index % y.shape[1]
