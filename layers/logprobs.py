@@ -1,4 +1,4 @@
-"""Logprobs and entropies of a linear head, for grpo.py, with a gradient by hand. Shapes: see layers/ops.py."""
+"""Logprobs and entropies of a linear head, for grpo.py, with gradient by hand. Shapes: see layers/ops.py."""
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
