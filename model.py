@@ -238,13 +238,13 @@ class CompiledParts(NamedTuple):
         return cls(block, loss, cache(partial(torch.compile, mode=mode, dynamic=True)))
 
 
-def logits_per_chunk(device, on_cpu):
+def logits_per_chunk(device):
     """Return the number of logits per chunk; up to four fp32 tensors of that size exist at once.
 
     On a GPU each takes 1/64 of total memory. Free memory varies between runs, which would vary rounding.
     """
     if device.type != "cuda":
-        return on_cpu
+        return CPU_LOGITS_PER_CHUNK
     memory = 2**35                           # for estimates on a machine without a GPU
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -446,7 +446,7 @@ class GPT(nn.Module):
         with torch.no_grad():
             teacher_h = teacher.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
-        rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK)
+        rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None)
         sums = torch.zeros(2, device=h.device)
         for chunk in zip(h.split(rows), teacher_h.split(rows), targets.split(rows)):
             inputs = self, teacher, *chunk, temperature
@@ -458,9 +458,13 @@ class GPT(nn.Module):
         h = self.hidden(x) if prompts is None else self.hidden_after_prompts(x, prompts)
         return h.flatten(0, 1).index_select(0, target_index)
 
-    def rows_per_chunk(self, device, on_cpu=CPU_LOGITS_PER_CHUNK):
-        """Return the number of rows in a chunk of logits, at most 2**14: fp16 can sum its gradient."""
-        return min(2**14, max(1, logits_per_chunk(device, on_cpu) // self.config.padded_vocab_size))
+    def rows_per_chunk(self, device, logits=None):
+        """Return the number of rows in a chunk of `logits` logits; None: logits_per_chunk.
+
+        At most 2**14, so that fp16 can sum a chunk's gradient.
+        """
+        logits = logits or logits_per_chunk(device)
+        return min(2**14, max(1, logits // self.config.padded_vocab_size))
 
     def hidden_after_prompts(self, x, prompts):
         """Return hidden states [B, T, C] of rows x [B, T] that continue Prompts, without attention dropout.
