@@ -175,7 +175,8 @@ def read(text, unread=False):
 def statements(text):
     """Return the statements of a text, in one spelling of digits, signs and relations."""
     text = ARROW.sub("⇒", EQUALS.sub("=", DIGIT.sub(lambda m: str(int(m[0])), text)))
-    text = POWER_OF_TEN.sub(r"1e\1", _numbers.normal(joined(text)))
+    text = _numbers.normal(joined(text))
+    text = POWER_OF_TEN.sub(r"1e\1", text) if "10^" in text else text
     text = IN_WORDS.sub(in_digits, WRAPPING.sub("= ", ASKED.sub(" ", text)))
     text = MIXED.sub(r"(\1+\2)", RESULT.sub(with_equals, text))
     return BREAK.split(COMPARISON.sub(lambda m: COMPARED.get(m[1], m[1]), text))

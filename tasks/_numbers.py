@@ -53,7 +53,7 @@ TEX = {"times": "*", "cdot": "*", "ast": "*", "div": "/", "approx": "=", "simeq"
        "]": " "}
 COMMAND = re.compile(r"\\(times|cdot|ast|div|approx|simeq|left|right|quad)(?![a-zA-Z])|\\([,;!%$()\[\]])")
 BRACES = re.compile(r"\^\{([^{}]{0,20})\}| ?\{, ?\}|,\\!\s*")       # 10^{3}, 1{,}000, 1,\! 000
-FRACTION_CHARACTER = re.compile(f"([0-9]{{0,12}})([{''.join(VULGAR)}])")
+FRACTION_CHARACTER = re.compile(f"(?<![0-9])([0-9]{{0,12}})([{''.join(VULGAR)}])")
 
 
 def normal(text):
