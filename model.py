@@ -23,7 +23,7 @@ from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReL
                         rms_norm)
 
 CPU_LOGITS_PER_CHUNK = 2**25                 # 128 MiB in fp32
-CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # of GPT.divergence, with two models'
+CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # where GPT.divergence recomputes them in the backward pass
 
 
 @dataclass
@@ -219,8 +219,8 @@ def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
 
 
 class CompiledParts(NamedTuple):
-    """The functions that --compile replaces: block, chunk of the loss, and what `compile` returns for those of
-    logprobs."""
+    """The functions that --compile replaces: the block, the loss of a chunk, and `compile`, which is applied
+    to the functions of layers/logprobs.py."""
     block: Callable = call_block
     loss: Callable = chunk_loss
     compile: Callable = lambda function: function
@@ -420,8 +420,8 @@ class GPT(nn.Module):
         """Return logprobs of targets y [B, T] after x [B, T], and entropies of their distributions.
 
         Both are in nats at this temperature, fp32 [B, T], 0 where y is IGNORE, with gradient. Each row of x
-        starts a text or continues one of the Prompts. The head is computed only for targets, in chunks, which
-        are computed again in the backward pass: B*T*V fp32 logits never exist.
+        starts a text or continues one of the Prompts. The head is computed only for targets, in chunks, and
+        several chunks again in the backward pass. So B*T*V fp32 logits never exist.
         target_index: [N] of the targets in y.flatten(); None: computed here, which synchronizes.
         """
         from layers.logprobs import HeadAndLogprobs, chunk_gradient, chunk_logprobs
@@ -446,7 +446,8 @@ class GPT(nn.Module):
         with torch.no_grad():
             teacher_h = teacher.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
-        rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None)
+        per_chunk = CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None
+        rows = self.rows_per_chunk(h.device, per_chunk)
         sums = torch.zeros(2, device=h.device)
         for chunk in zip(h.split(rows), teacher_h.split(rows), targets.split(rows)):
             inputs = self, teacher, *chunk, temperature

@@ -4,7 +4,7 @@
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad \\
         --out_dir=out/domains/pcgrad
 
-runs/domains.sh runs this after the earlier stages; experiments/domains.py compares both.
+runs/domains.sh runs the first command after the earlier stages; experiments/domains.py compares the two.
 """
 init_from = "out/domains/rft"
 out_dir = "out/domains/mixed"

@@ -1,4 +1,4 @@
-"""The controls of docs/gain.md on six domains at once: GRPO beside no training, a vote, random rewards, and
+"""The controls of docs/compare.md on six domains at once: GRPO beside no training, a vote, random rewards, and
 rejection sampling for the same seconds (docs/gain.md).
 
     bash runs/domains.sh

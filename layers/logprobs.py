@@ -1,4 +1,5 @@
-"""Logprobs and entropies of a linear head, for grpo.py, with gradient by hand. Shapes: see layers/ops.py."""
+"""Logprobs and entropies of a linear head, with a gradient written by hand. Only grpo.py loads this file.
+Shapes: see layers/ops.py."""
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -25,17 +26,19 @@ class HeadAndLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         h = autocast(h)
         w = weight.to(h.dtype)
-        logits = h @ w.t() if len(h) <= rows else None       # kept for the backward pass
-        chunks = [chunk_logprobs(chunk @ w.t() if logits is None else logits, y, *ctx.settings)
-                  for chunk, y in zip(h.split(rows), targets.split(rows))]
+        chunks = []
+        for chunk, y in zip(h.split(rows), targets.split(rows)):
+            logits = chunk @ w.t()
+            chunks.append(chunk_logprobs(logits, y, *ctx.settings))
         logprobs, entropies = map(torch.cat, zip(*chunks))
-        ctx.save_for_backward(h, weight, targets, logprobs, entropies, logits)
+        kept = logits if len(chunks) == 1 else None
+        ctx.save_for_backward(h, weight, targets, logprobs, entropies, kept)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, by_logprob, by_entropy):
-        h, weight, *of_targets, logits = ctx.saved_tensors
+        h, weight, *of_targets, kept = ctx.saved_tensors
         if by_logprob is None:
             by_logprob = torch.zeros_like(by_entropy)
         w = weight.to(h.dtype)
@@ -44,8 +47,8 @@ class HeadAndLogprobs(torch.autograd.Function):
         for start in range(0, len(h), ctx.rows):
             at = slice(start, start + ctx.rows)
             of_chunk = [None if of is None else of[at] for of in (*of_targets, by_logprob, by_entropy)]
-            again = h[at] @ w.t() if logits is None else logits
-            grad = ctx.chunk_gradient(again, *of_chunk, *ctx.settings)
+            logits = h[at] @ w.t() if kept is None else kept
+            grad = ctx.chunk_gradient(logits, *of_chunk, *ctx.settings)
             if dh is not None:
                 dh[at] = grad @ w
             if dw is not None:
@@ -69,15 +72,16 @@ def chunk_logprobs(logits, y, vocab_size, softcap, temperature):
     z = z - z.amax(-1, keepdim=True)
     weights = z.exp()
     total = weights.sum(-1)
-    # A product, since [N, V] of terms would be written and read.
+    # (weights * z).sum(-1) would write and read another tensor of [N, V].
     mean = torch.linalg.vecdot(weights, z) / total
     return z.gather(1, y[:, None])[:, 0] - total.log(), total.log() - mean
 
 
 def chunk_gradient(logits, y, logprobs, entropies, by_logprob, by_entropy, vocab_size, softcap, temperature):
-    """Return the gradient by logits [N, V padded], in their dtype, of what chunk_logprobs returns for them.
+    """Return the gradient by logits [N, V padded], in their dtype, from those by logprobs and entropies [N].
 
-    With probabilities p: onehot - p of a target's logprob, and -p (log p + entropy) of an entropy."""
+    by_entropy may be None. With probabilities p, a logprob's gradient is onehot - p and an entropy's
+    -p (log p + entropy)."""
     z = scaled(logits, vocab_size, softcap, temperature)
     at = y[:, None]
     slope = 1 - (z * (temperature / softcap)).square() if softcap else None

@@ -12,7 +12,8 @@ for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;;
         --seed=*) seed=${argument#*=} ;;
-        --base_steps=*) base=--max_steps=${argument#*=} ;; --grpo_steps=*) grpo=--max_steps=${argument#*=} ;;
+        --base_steps=*) base=--max_steps=${argument#*=} ;;
+        --grpo_steps=*) grpo="--max_steps=${argument#*=} --eval_interval=${argument#*=}" ;;
         *)  echo "error: domains.sh takes --out_dir=, --data_dir=, --seed=, --base_steps= and --grpo_steps=," \
                 "not $argument." >&2
             exit 2 ;;
@@ -25,7 +26,7 @@ mkdir -p "$out"
 source runs/ladder.sh
 use_all_cores 1,2,4
 
-evaluate() {
+evaluate() {                             # evaluate FLAGS...: all models on the same questions
     $per_core eval.py --compare "$out/base" "$out/rft" "$out/mixed" $ask --num_questions=1200 "$@"
 }
 stage base "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" \
@@ -37,5 +38,5 @@ stage rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$o
     --out_dir="$out/rft" --seed="$seed" --resume=auto --num_epochs=1.5
 stage mixed $per_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/mixed" \
     --seed="$seed" --resume=auto $grpo
-evaluate
-evaluate --num_samples=4 --temperature=1
+stage greedy evaluate
+stage sampled evaluate --num_samples=4 --temperature=1

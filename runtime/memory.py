@@ -65,8 +65,8 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     they run and fit, else the exception; Failure if the model is sharded, since this process can't try again.
 
     Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
-    where the kernel kills a process that takes too much, an estimate comes first. update(model): the
-    loss of grpo.py, of about as many positions. prefix: ids [P] that the sequences begin with.
+    where the kernel kills a process that takes too much, an estimate comes first. update(model) returns
+    grpo.py's loss of about as many positions. prefix: ids [P] that the sequences begin with.
     Sets model.rehearsed_s: seconds of the last micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)

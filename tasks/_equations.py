@@ -33,7 +33,8 @@ COMPARISON = re.compile(r"(?<=[\w)%])\s{0,3}(<=|>=|!=|[<>≤≥≠])\s{0,3}(?=[-
 COMPARED = {"<=": "≤", ">=": "≥", "!=": "≠", "<": "≺", ">": "≻"}        # `<` elsewhere begins a tag
 # A result behind a word or an arrow: `3 * 4 is 12`, `20% of 60 is 12`, `3*4 -> 12`.
 OPERAND = rf"\s?[$(]{{0,2}}[0-9.][0-9.,]{{0,40}}\)?(?:\s?{LETTER}{{1,20}})?"
-RESULT = re.compile(r"((?:(?P<chain>[-+*/x]\s?|%|percent)|(?<![0-9]))(?P<a>[0-9]{0,9})(?P<sign>\s[-+/x]\s|[-+*/x]|\sof\s)"
+RESULT = re.compile(r"((?:(?P<chain>[-+*/x]\s?|%|percent)|(?<![0-9]))"
+                    r"(?P<a>[0-9]{0,9})(?P<sign>\s[-+/x]\s|[-+*/x]|\sof\s)"
                     rf"(?P<b>{OPERAND})(?=\s{{0,3}}[a-z⇒]))\s{{0,3}}"
                     r"(?:(?P<word>is|are|makes|gives)\b|equals\b|⇒)\s{0,3}"
                     r"(?=[-$(.]{0,2}[0-9][0-9.,]{0,40}(?![0-9.,]|\s?[-+*/=x%(]))")

@@ -320,8 +320,8 @@ def test_a_plain_run_loads_none_of_the_options(folder, text):
     program = """
 import sys, train
 code = train.main(sys.argv[1:])
-loaded = [name for name in sys.modules if name.startswith(("experimental.", "doctor.", "tasks", "jinja2", "gguf", "hub.", "layers.linear", "layers.logprobs",
-                                                                 "rollouts"))]
+loaded = [name for name in sys.modules if name.startswith(("experimental.", "doctor.", "tasks", "jinja2", "gguf", "hub.", "layers.linear",
+                                                         "layers.logprobs", "rollouts"))]
 assert not code and not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program, *flags(**TINY | {"max_steps": 2}, dataset=text, out_dir=folder / "plain",

@@ -380,8 +380,9 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
         model = tiny(trained=True, **kind)
         model.rows_per_chunk = lambda device: at_a_time
         logp, entropy = model.token_logprobs(x, y, 0.8)
-        (logp * weight).sum().backward()
-        results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
+        (logp * weight).sum().backward(retain_graph=True)
+        (logp * weight + entropy * weight.flip(0)).sum().backward()
+        results.append([logp.detach(), entropy.detach(), *(p.grad for p in model.parameters())])
     for one, many in zip(*results):
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6 * max(1.0, one.abs().max().item()))
 
