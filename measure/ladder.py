@@ -1,4 +1,5 @@
 """Measure the effect of each optimisation: from plain fp32 to the fastest, or each one switched off."""
+import math
 import platform
 import statistics
 from typing import NamedTuple
@@ -7,6 +8,18 @@ from measure.runs import WARM_UP, aligned, recorded, run_script
 from runtime import guard
 from runtime.config import BadInput
 from runtime.progress import track
+
+
+# the guides' speedups, their authors' expectations (docs/guides.md)
+PROMISED = {
+    "TF32": "1.2-1.5",
+    "mixed precision": "2-3",
+    "no checkpointing": "1.2-1.3",
+    "loader": "1.5-2",
+    "torch.compile": "1.2-1.5",
+    "attention kernel": "2-3 of attention",
+    "parallel rewards": "2-4 of rewards",
+}
 
 
 class Optimisation(NamedTuple):
@@ -98,13 +111,15 @@ def rows_of(chosen, ladder):
 def print_rows(table, unit, ladder, losses, log):
     """Log the table of bench_ladder. losses: whether losses can be compared between rows."""
     lines = [["", "s/step (min-max)", unit, "fastest", "gain", "peak GiB"]]
-    lines[0] += ["in all"] * ladder + ["loss", "off fp32"] * losses
+    energy = any(row["joules_a_step"] for row in table)
+    lines[0] += ["in all", "guides"] * ladder + ["J/step"] * energy + ["loss", "off fp32"] * losses
     for row in table:
         seconds = [run["step_s"] for run in row["repeats"]]
         line = [row["name"], f"{row['step_s']:.3f} ({min(seconds):.3f}-{max(seconds):.3f})",
                 f"{row['rate']:,.1f}", f"{row['fastest']:,.1f}", ratio(row["gain"]),
                 f"{row['peak_memory_gb']:.2f}"]
-        line += [ratio(row["in_all"])] * ladder
+        line += [ratio(row["in_all"]), row["promised"] or "-"] * ladder
+        line += [f"{row['joules_a_step'] or math.nan:,.1f}"] * energy
         if losses:
             off = row["off_fp32"]
             line += [f"{row['loss']:.4f}", "-" if off is None else f"{off:+.2%}{' !' * (abs(off) > 0.05)}"]
@@ -113,7 +128,7 @@ def print_rows(table, unit, ladder, losses, log):
         log(line)
     gain = "gain: speed with everything on, over the row's. "
     if ladder:
-        gain = "gain: over the row above; in all: over the first row. "
+        gain = "gain: over the row above; in all: over the first row; guides: promised. "
     compared = ("Losses are not compared: they are zero by construction, and another precision samples other "
                 "tokens.")
     if losses:
@@ -159,6 +174,7 @@ def table_row(name, options, runs, before, first, ladder):
         name += f" (micro-batch {micro_batch}: {expected} does not fit)"
     figures = ("step_s", "rate", "peak_memory_gb", "loss")
     medians = {figure: statistics.median(run[figure] for run in runs) for figure in figures}
+    joules = [run["joules_a_step"] for run in runs if run["joules_a_step"]]
     return medians | {
         "name": name,
         "options": options,
@@ -166,6 +182,8 @@ def table_row(name, options, runs, before, first, ladder):
         "rates": [run["rate"] for run in runs],
         "fastest": fastest,
         "gain": gain,
+        "promised": next((text for start, text in PROMISED.items() if name.startswith(f"+ {start}")), None),
+        "joules_a_step": statistics.median(joules) if joules else None,
         "in_all": fastest / first["fastest"] if before and ladder else None,
         "repeats": recorded(runs),
     }

@@ -113,8 +113,8 @@ def run_script(work, options=None):
     """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
     median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
     the process outside of these steps (start, compiling, warm-up, end); utilization: the highest that a step
-    logged, None if unknown; loss: of the last step; grad_norm: of the first; settings: every option, with the
-    value that auto resolved to, and facts about model and data."""
+    logged, joules_a_step: of the GPU, both None if unknown; loss: of the last step; grad_norm: of the first;
+    settings: every option, with the value that auto resolved to, and facts about model and data."""
     options = dict(options or {})
     ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()
@@ -136,6 +136,7 @@ def run_script(work, options=None):
     if len(seconds) != work.steps:
         raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so "
                             "there is nothing to compare.")
+    joules = [step.get("joules") for step in (counted[0][0], steps[-1])]
     work.runs.append({
         "seconds": seconds,
         "step_s": statistics.median(seconds),
@@ -145,6 +146,7 @@ def run_script(work, options=None):
         "outside_s": wall - sum(seconds),
         "peak_memory_gb": steps[-1]["peak_memory_gb"],
         "utilization": max(filter(None, (step.get("utilization") for step in steps)), default=None),
+        "joules_a_step": None if None in joules else (joules[1] - joules[0]) / len(counted),
         "loss": steps[-1]["loss"],
         "grad_norm": steps[0]["grad_norm"],
         "settings": settings,

@@ -358,8 +358,8 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     timings = {f"{name}_s": run.timings[name] for name in PHASES}
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
-        seconds=state.seconds, utilization=run.hardware.busy(), memory_gb=used, peak_memory_gb=peak,
-        skipped_steps=state.skipped, questions=asked, epoch=asked / len(stream),
+        seconds=state.seconds, utilization=run.hardware.busy(), joules=run.hardware.joules(), memory_gb=used,
+        peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked, epoch=asked / len(stream),
         epoch_s=seconds * len(stream) / cfg.prompts_per_step,
         **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from rollouts.accuracy import interval
 from rollouts.questions import task_errors
 from runs import summary as pipeline
 from runtime import config, guard
@@ -123,13 +122,9 @@ def solved(samples):
     return any(sample["score"] == 1 for sample in samples)
 
 
-def share_of(flags):
-    """Return {"n", "of", "share", "low", "high"} of a list of bools, with Wilson's 95% interval; an empty
-    list has no share."""
-    if not flags:
-        return {"n": 0, "of": 0}
-    low, high = interval([float(flag) for flag in flags], 1)
-    return {"n": sum(flags), "of": len(flags), "share": fmean(flags), "low": low, "high": high}
+def count(flags):
+    """Return {"n": True ones, "of": all} of a list of bools."""
+    return {"n": sum(flags), "of": len(flags)}
 
 
 def hard_problems(again, unsolved):
@@ -151,10 +146,10 @@ def beyond(sampled, again, unsolved):
     groups = hard_problems(again, unsolved)
     result = {}
     for key, asked in groups.items():
-        result[key] = {name: share_of([solved(samples[question]) for question in asked])
+        result[key] = {name: count([solved(samples[question]) for question in asked])
                        for name, samples in sampled.items()}
         at_random = [unsolved[question]["solved_at_random"] for question in asked]
-        result[key]["random_search"] = share_of(at_random)
+        result[key]["random_search"] = count(at_random)
     hardest = groups["no_teacher_and_not_the_base"]
     result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
     return result
@@ -222,11 +217,7 @@ def report(summary):
               "nor_in_twice_the_room": "nor a teacher within twice the bytes"}
     for key, group in groups.items():
         for name, row in summary["beyond"][key].items():
-            share = "no such problem"
-            if row["of"]:
-                figures = [100 * row[end] for end in ("share", "low", "high")]
-                share = "{:.1f}% [{:.1f}, {:.1f}]".format(*figures)
-            print(f"  {group}, in 8 tries {name} solves {row['n']} of {row['of']}: {share}")
+            print(f"  {group}, in 8 tries {name} solves {row['n']} of {row['of']}")
 
 
 def main(argv):

@@ -160,6 +160,17 @@ class Hardware:
         wall, cpu = self.busy_since
         return min(1.0, (cpu - last_cpu) / (wall - last_wall) / torch.get_num_threads())
 
+    def joules(self):
+        """Return the energy that the GPU has used since its driver was loaded, in J (NVML); None if unknown,
+        as without the package nvidia-ml-py."""
+        if self.device.type == "cuda":
+            with contextlib.suppress(Exception):          # no NVML, or a card without this counter
+                import pynvml
+                pynvml.nvmlInit()
+                name = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+                return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(name)) / 1e3
+        return None
+
     def memory_gb(self):
         """Return (GiB in use, peak GiB): of tensors on a GPU, of the resident set elsewhere, where the first
         is None without /proc."""

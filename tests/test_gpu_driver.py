@@ -206,6 +206,33 @@ def test_speeds(monkeypatch, tmp_path, capsys):
     assert "times train-eager" in said and "loss off by 0.00%" in said and "| generate-gpt2 | 2x2 |" in said
 
 
+def test_a_run_on_text_and_a_pipeline(monkeypatch, tmp_path, capsys):
+    """A stage of train.py reports its run folder, a script its summary.json; without a network the latter is skipped if its model is missing."""
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five\n" * 400)
+    stages = {stage.name: stage for stage in run.STAGES}
+    small = ("--tokenizer=bytes --block_size=32 --n_layer=1 --n_head=2 --n_embd=32 --batch_size=2 --max_steps=4 --warmup_steps=1 --eval_interval=2 "
+             f"--log_interval=2 --device=cpu --compile=false --data_dir={tmp_path}/tokens")
+    muon = stages["text-muon"]
+    monkeypatch.setattr(run.network, "is_reachable", lambda: False)
+    summary = json.dumps({"stages": [{"name": "rft", "greedy": 0.5, "sampled": 0.4, "pass_at_8": 0.8, "seconds": 3.0}]})
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/smollm2.sh").write_text(f"mkdir ${{1#*=}} && echo '{summary}' > ${{1#*=}}/summary.json\n")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    for name in ("train.py", "config"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    _, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", muon._replace(command=f"{muon.command} {small}"),
+                        stages["smollm2"]._replace(download=str(tmp_path / "none"), package=""),
+                        stages["smollm2"]._replace(name="there", download=str(text), package="", needs=0),
+                        argv=[f"--text={text}"])
+    trained, skipped, there = lines[1:]
+    assert trained["status"] == "ok" and trained["figures"]["val_ppl_token"] > 1 and trained["figures"]["tokens_per_s"] > 0
+    assert skipped["status"] == "skipped" and skipped["error"].startswith("it needs the network, or ")
+    assert there["status"] == "ok" and there["name"] == "rft" and there["figures"]["greedy"] == 0.5
+    said = capsys.readouterr().out
+    assert "token perplexity" in said and "greedy 50.0%, sampled 40.0%" in said and "`bash runs/smollm2.sh`" in said
+
+
 def test_another_loss_is_a_failure():
     def line(stage, loss):
         return {"stage": stage, "status": "ok", "error": None, "figures": {"tokens_per_s": 10.0, "outside_s": 3.0, "loss": loss}}
@@ -239,9 +266,10 @@ def test_the_order_of_the_day(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(run.network, "is_reachable", lambda: True)
 
     def run_process(command, timeout, log, env):
-        calls.append((run.shlex.join(["python", *command[1:]]), timeout))
+        calls.append((run.shlex.join(["bash" if command[0] == "bash" else "python", *command[1:]]), timeout))
         name = next(stage.name for stage in run.STAGES if calls[-1][0].startswith(run.command_of(stage)))
         clock[0] += timeout if name == "rl" else 0.6 * timeout
         if name == "rl":
@@ -256,7 +284,7 @@ def test_the_order_of_the_day(monkeypatch, tmp_path):
     def day():
         calls.clear()
         began = clock[0]
-        assert run.main(["--minutes=15", f"--output={tmp_path}/gpu.jsonl"]) in (0, 1)
+        assert run.main(["--minutes=15", "--text={text}", f"--output={tmp_path}/gpu.jsonl"]) in (0, 1)
         assert clock[0] - began <= 900 and len(list(tmp_path.iterdir())) == 2
         lines = run.read_runs(tmp_path / "gpu.jsonl")[-1]
         assert len({line["stage"] for line in lines}) == len(run.STAGES)
@@ -274,7 +302,7 @@ def test_the_order_of_the_day(monkeypatch, tmp_path):
     assert second[0] == "card" and {"rl", "engine"} <= {*second[:6]} and {*second} - passed <= {*early}
     for name in {*second} - passed:
         assert not beside[name] or second.index(beside[name]) < second.index(name)
-    assert {*names} - {"two-cards"} <= {*first, *second, *day(), *day()}
+    assert {*names} - {"two-cards"} <= {*first, *second, *(name for _ in range(4) for name in day())}
     card[0] = "Other Card"
     assert day() == first
 

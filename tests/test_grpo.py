@@ -780,7 +780,7 @@ def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, kind):
     (out / "checkpoints" / "step_00000006").rename(out / "gone")       # as if killed before it
     learn(max_steps=6, save_interval=3, keep_last=9, eval_interval=3, init_from="resume", **RESUMED[kind])
     assert same(weights(out, 6), whole) and not same(weights(out, 3), whole)
-    timed = ("seconds", "_s", "memory_gb", "perf/throughput", "utilization")
+    timed = ("seconds", "_s", "memory_gb", "perf/throughput", "utilization", "joules")
     for one, two in zip(said, lines(out), strict=True):
         assert one.keys() == two.keys()
         assert {k: v for k, v in one.items() if not k.endswith(timed)} == {k: v for k, v in two.items() if not k.endswith(timed)}

@@ -29,8 +29,10 @@ from typing import NamedTuple
 import torch
 
 from measure.runs import ROOT, check_writable
-from runtime import config, guard
+from runs import smollm2
+from runtime import config, guard, network
 from runtime.config import BadInput, PositiveFloat
+from runtime.log import read_run
 from runtime.progress import ProgressLine, clear
 
 
@@ -39,18 +41,20 @@ class Config:
     minutes: PositiveFloat = 9.0             # for all stages together
     only: str | None = None                  # comma-separated stages; None: all
     output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
+    text: str = "Salesforce/wikitext:wikitext-2-raw-v1"      # of the stages that train on text: as --dataset=
     table: str | None = None                 # a gpu.jsonl: only print the table of its last run
 
 
 class Stage(NamedTuple):
     """A process that makes checks."""
     name: str
-    command: str                             # the arguments of `python`
+    command: str                             # the arguments of `python`, or of `bash`
     needs: int                               # seconds; skipped if fewer are left
     timeout: int                             # seconds
     beside: str = ""                         # the earlier stage to compare with
     package: str = ""                        # required package
     cards: int = 1
+    download: str = ""                       # skipped if this file is not there and the hub can't be reached
 
 
 TRAIN = "bench.py --stage=train --repeats=1"
@@ -66,6 +70,8 @@ GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --ste
 GENERATE = "bench.py --stage=generate --repeats=1"
 PYTEST = "-m pytest -v -m gpu -p no:cacheprovider tests/test_gpu.py"
 GPU_ENGINE = PYTEST.replace("test_gpu", "test_gpu_engine")
+# 9.8M tokens, with the perplexity of the validation split
+TEXT = "train.py config/a100_fast.py --dataset={text} --max_steps=300 --eval_interval=100"
 CLIMBS = "test_reinforcement_learning_climbs"
 # Tests of changed code have stages of their own, since a hang ends its stage.
 STAGES = (
@@ -83,10 +89,16 @@ STAGES = (
       for name in ("a100_fast", "a100_production", "a100_max", "a100_mega")),
     Stage("a100_fast-compiled", f"{TRAIN} config/a100_fast.py --steps=20", 45, 150, "a100_fast",
           "tokenizers"),
+    # the rates of the two optimizers
+    *(Stage(f"text-{name}", f"{TEXT} {options}", 90, 300, download="{text}")
+      for name, options in (("muon", "--compile=true"), ("adamw", "--optimizer=adamw --learning_rate=6e-4"))),
     # the price of each optimisation
     Stage("ladder-train", f"{TRAIN} --ladder --model=gpt2 --steps=8", 60, 300),
     Stage("ladder-sft", f"{SFT} --ladder --steps=4", 60, 240),
     Stage("ladder-grpo", f"{GRPO} --ladder", 60, 240, package="tokenizers"),
+    Stage("grpo-reference", f"{GRPO} --beta=0.04", 35, 120, "grpo", "tokenizers"),
+    Stage("grpo-offloaded", f"{GRPO} --beta=0.04 --offload_reference", 35, 120, "grpo-reference",
+          "tokenizers"),
     # speed
     Stage("ceilings", "-m measure.gpu.checks ceilings", 10, 60),
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
@@ -99,6 +111,7 @@ STAGES = (
     Stage("grpo-360m", f"{GRPO} --model=smollm2-360m", 45, 150, package="tokenizers"),
     Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
     Stage("train-350m", GPT2_350M, 45, 150, package="tokenizers"),
+    Stage("smollm2", "runs/smollm2.sh", 240, 600, package="gguf", download=str(smollm2.FILE)),
     Stage("sft-eager", f"{SFT} --compile=false", 20, 90),
     Stage("sft", f"{SFT} --compile=true", 35, 120, "sft-eager"),
     Stage("train-parts", f"{GPT2.replace(' --repeats=1', '')} --profile", 30, 120, package="tokenizers"),
@@ -131,9 +144,14 @@ SHOWN = {
     "peak_memory_gb": "{:.2f} GiB",
     "utilization": "busy {:.0%}",
     "gain": "{:.2f} times the row before",
+    "promised": "promised {}",
     "off_fp32": "loss {:+.2%} from fp32",
     "speedup": "{:.2f} times {beside}",
     "longer_outside_s": "{:+.1f} s for start and compiling",
+    "joules_a_step": "{:,.1f} J a step",
+    "val_ppl_token": "token perplexity {:.1f}",
+    "greedy": "greedy {:.1%}",
+    "sampled": "sampled {:.1%}",
     "loss_off": "loss off by {:.2%}",
     "over_generate": "{:.1f} times transformers' generate",
 }
@@ -171,7 +189,7 @@ def read_runs(path):
     return runs
 
 
-def passed_before(path, card):
+def passed_before(path, card, stages):
     """Return the names of the stages with no failed check in their last run on a card of this name, if their
     command is that of today."""
     passed = {}
@@ -181,7 +199,7 @@ def passed_before(path, card):
                 checks = [line for line in lines if line["stage"] == stage and line["status"] != "skipped"]
                 if checks:
                     passed[stage] = all(check["status"] == "ok" for check in checks) and checks[0]["command"]
-    return {stage.name for stage in STAGES if passed.get(stage.name) == command_of(stage)}
+    return {stage.name for stage in stages if passed.get(stage.name) == command_of(stage)}
 
 
 def in_order(stages, passed):
@@ -207,7 +225,8 @@ def checks_of_record(record):
     rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
     if record["mode"] == "ladder":
         rows = [outcome(row["name"], figures={rate: row["rate"], "step_ms": 1e3 * row["step_s"]}
-                        | {name: row[name] for name in ("gain", "peak_memory_gb", "loss", "off_fp32")})
+                        | {name: row[name] for name in ("gain", "promised", "joules_a_step", "peak_memory_gb",
+                                                        "loss", "off_fp32")})
                 for row in record["rows"]]
         return rows + [outcome(name, "failed", error=error) for name, error in record["failed"].items()]
     if record["mode"] == "profile":
@@ -223,9 +242,22 @@ def checks_of_record(record):
         "step_ms": 1e3 * record["step_s"],
         "settings": {name: record["settings"].get(name) for name in SETTINGS},
     }
-    names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization")
+    names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization", "joules_a_step")
     figures |= record["parts"] | {name: run[name] for name in names}
     return [outcome(record["what"], figures=figures)]
+
+
+def checks_of_folder(folder):
+    """Return the check of a run folder of train.py, or the checks of a pipeline's summary.json."""
+    if (folder / "summary.json").exists():
+        stages = json.loads((folder / "summary.json").read_text())["stages"]
+        return [outcome(stage["name"], figures=stage) for stage in stages]
+    if not folder.exists():
+        return []
+    lines = read_run(folder)
+    names = ("tokens_per_s", "mfu", "peak_memory_gb", "utilization", "loss", "val_ppl_token")
+    last = {name: [line[name] for line in lines if line.get(name) is not None][-1:] for name in names}
+    return [outcome("run", figures={name: value for name, values in last.items() for value in values})]
 
 
 def case_figures(case):
@@ -293,13 +325,16 @@ def reason_to_skip(stage, seconds_left):
         return f"{stage.package} is not installed"
     if stage.cards > max(1, torch.cuda.device_count()):
         return f"it needs {stage.cards} cards, and there is one"
+    if stage.download and not (Path(stage.download).exists() or network.is_reachable()):
+        return f"it needs the network, or {stage.download}"
     if seconds_left < stage.needs:
         return f"it needs at least {stage.needs} s, and {max(0.0, seconds_left):.0f} are left"
     return None
 
 
 def command_of(stage):
-    return shlex.join(["python", *shlex.split(stage.command)])
+    words = shlex.split(stage.command)
+    return shlex.join(["bash" if words[0].endswith(".sh") else "python", *words])
 
 
 def run_stage(stage, seconds_left, log, folder):
@@ -310,23 +345,29 @@ def run_stage(stage, seconds_left, log, folder):
     if reason:
         return [head | outcome(stage.name, "skipped", error=reason)]
     record = Path(folder) / f"{stage.name}.json"
+    out = Path(folder) / stage.name
     if words[0] == "bench.py":
         words.append(f"--output={record}")
+    elif words[0] in ("train.py", "runs/smollm2.sh"):
+        words.append(f"--out_dir={out}")
     timeout = min(stage.timeout, seconds_left)
     # fresh compile caches; temporary files that are removed with the folder even if the process is killed
     env = os.environ | {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
                         "TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": f"{folder}/cache",
-                        "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}           # pytest cuts messages to them
+                        "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1",
+                        "COLUMNS": "300"}                  # pytest cuts messages to them
     log.write(f"\n== {stage.name}: {head['command']}\n")
     log.flush()
     start = time.monotonic()
     with ProgressLine(f"running {stage.name}"):
-        code, printed = run_process([sys.executable, *words], timeout, log, env)
+        start_with = "bash" if words[0].endswith(".sh") else sys.executable
+        code, printed = run_process([start_with, *words], timeout, log, env)
     seconds = round(time.monotonic() - start, 3)
     checks = [content for content in map(parsed, printed) if content.keys() == outcome("").keys()]
     checks += checks_of_tests(printed) if "pytest" in words else []
     if record.exists():
         checks += checks_of_record(json.loads(record.read_text()))
+    checks += checks_of_folder(out)
     if code is None:
         error = f"ended after {timeout:.0f} s; its last message: {error_message(printed)}"
         checks.append(outcome(stage.name, "timeout", error=error))
@@ -441,7 +482,7 @@ def run(cfg, stages, path):
                 file.writelines(json.dumps(line) + "\n" for line in checks)
             lines += checks
             if stage.name == "card" and checks[0]["status"] == "ok":
-                stages = in_order(stages, passed_before(path, checks[0]["name"]))
+                stages = in_order(stages, passed_before(path, checks[0]["name"], stages))
     return lines
 
 
@@ -450,7 +491,9 @@ def main(argv):
     if cfg.table is not None:
         print(table(read_runs(cfg.table)[-1]))
         return 0
-    stages = chosen(cfg.only)
+    stages = [stage._replace(command=stage.command.replace("{text}", shlex.quote(cfg.text)),
+                             download=stage.download.replace("{text}", cfg.text))
+              for stage in chosen(cfg.only)]
     check_machine()
     path = Path(cfg.output).resolve()
     check_output(path)

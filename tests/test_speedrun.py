@@ -1,0 +1,102 @@
+"""runs/speedrun.py, the judge of the record game, and its scripts."""
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import compare
+from conftest import ROOT
+from runs import speedrun
+from runtime.config import BadInput
+from runtime.guard import Failure
+
+
+def test_a_record_is_faster_beyond_chance_and_right_often_enough():
+    reference = [{"seconds": 300 + 5 * i, "exact": 0.71} for i in range(5)]
+    faster = [{"seconds": 0.6 * (300 + 5 * i) + (-1)**i, "exact": 0.72} for i in range(5)]
+    ratio, low, high, exact = speedrun.score(faster, reference)
+    assert 0.58 < low < ratio < high < 0.62 and exact == pytest.approx(0.72)
+    assert speedrun.verdict("mine", high, exact) == "mine is a record."
+    assert "below 70%" in speedrun.verdict("mine", high, 0.69)
+    noisy = [{"seconds": 300 + 5 * i + 60 * (-1)**i, "exact": 0.72} for i in range(5)]
+    assert "not faster with p < 0.01" in speedrun.verdict("mine", *speedrun.score(noisy, reference)[2:])
+
+
+def test_equal_scripts_make_no_record():
+    noise = np.exp(np.random.default_rng(0).normal(0, 0.05, (2000, 2, 5)))
+    scripts = [[[{"seconds": seconds, "exact": 0.8} for seconds in side] for side in sides] for sides in noise.tolist()]
+    records = sum(speedrun.score(own, other)[2] < 1 for own, other in scripts)
+    assert records < 0.005 * 2000 + 10                           # half of 1%, and three standard errors
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    """A folder with a reference of 50 ms, and eval.py that calls 80% of everything exact."""
+    def script(name, text):
+        (tmp_path / name).write_text(f"set -e\n{text}\n")
+        return str(tmp_path / name)
+    asked = []
+    monkeypatch.setattr(speedrun, "REFERENCE", tmp_path / "reference.sh")
+    monkeypatch.setattr(speedrun, "process", lambda start, words, ranks: asked.append(words) or json.dumps({"parts": {"exact": 0.8}}))
+    script("reference.sh", f'echo "$@" >> {tmp_path}/ran; sleep 0.05')
+    return tmp_path, script, asked
+
+
+def test_scripts_run_in_turn_with_the_same_seeds_and_questions_and_resume(game, capsys):
+    folder, script, asked = game
+    slow = script("slow.sh", f'echo "$@" >> {folder}/ran; sleep 0.5')
+    arguments = [slow, f"--out_dir={folder}/out"]
+    assert speedrun.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "slow is no record: it is not faster with p < 0.01." in said and "80.0" in said
+    ran = (folder / "ran").read_text().splitlines()
+    names = [re.search(r"out/(\w+)-", line)[1] for line in ran]
+    assert names == ["reference", "slow", "slow", "reference", "reference", "slow", "slow", "reference", "reference", "slow"]
+    seeds = [int(re.search(r"--seed=(\d+)", line)[1]) for line in ran]
+    assert seeds[::2] == seeds[1::2] == list(range(seeds[0], seeds[0] + 5))
+    assert len({word for words in asked for word in words if str(word).startswith("--dataset=")}) == 1
+    speedrun.main(arguments)
+    assert len((folder / "ran").read_text().splitlines()) == 10  # the same call repeats nothing
+    script("slow.sh", f'echo "$@" >> {folder}/ran')
+    speedrun.main(arguments)
+    assert len((folder / "ran").read_text().splitlines()) == 15  # an edited script runs anew, its reference does not
+
+
+def test_bad_candidates(game):
+    folder, script, _ = game
+    out = f"--out_dir={folder}/out"
+    with pytest.raises(BadInput, match="isn't there"):
+        speedrun.main([f"{folder}/none.sh", out])
+    with pytest.raises(BadInput, match="rename one"):
+        speedrun.main([script("reference.sh", "true"), out])
+    with pytest.raises(Failure, match="broken.sh ended with 3: no more"):
+        speedrun.main([script("broken.sh", "echo no more >&2; exit 3"), out])
+
+
+def scripts():
+    """Return {name: text} of the reference and of the records of docs/records.md, each a diff of the one before or of the reference."""
+    reference = (ROOT / "runs/speedrun.sh").read_text()
+    found = {"reference": reference}
+    for name, base, diff in re.findall(r"^### (\w+)\n.*?^```diff\n--- (\w+)\n(.*?)^```", (ROOT / "docs/records.md").read_text(), re.M | re.S):
+        done = subprocess.run(["patch", "--quiet", "--output=-", "-", "/dev/stdin"], input=diff, capture_output=True, text=True)
+        found[name] = found[base], diff
+    return found
+
+
+def test_the_commands_of_all_scripts_have_only_known_options(tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/commands\n')
+    stub.chmod(0o755)
+    subprocess.run(["bash", ROOT / "runs/speedrun.sh", f"--out_dir={tmp_path}/out", "--seed=3"], check=True, env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"})
+    commands = (tmp_path / "commands").read_text().splitlines()
+    assert len(commands) == 4
+    for command in commands:
+        words = command.split()
+        first = next(i for i, word in enumerate(words) if word.endswith(".py") and "/" not in word)
+        options = compare.options_of(words[first], *words[first + 1:])
+        assert options["seed"] == 3
+    done = subprocess.run(["bash", ROOT / "runs/speedrun.sh", "--steps=3"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: speedrun.sh takes")
