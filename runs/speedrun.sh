@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The reference of the record game (docs/records.md): from random weights to 70% exact sampled answers on unit
-# conversion, on two cores. A record is a faster copy. Takes --out_dir=, whose folder `model` is the result, and
-# --seed=.
+# The reference of the record game (docs/records.md): from random weights to 70% exact samples on unit
+# conversion, on two cores. A record is a faster copy. Takes --seed= and --out_dir=, whose folder `model` is the
+# result.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/speedrun_reference seed=0 python=${PYTHON:-python3}
@@ -11,14 +11,12 @@ for argument in "$@"; do
         *) echo "error: speedrun.sh takes --out_dir= and --seed=, not $argument." >&2; exit 2 ;;
     esac
 done
-ask="--task=unit_conversion --max_new_tokens=144"
 common="--seed=$seed --device=cpu --overwrite"
 two_processes="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=2"
 
-"$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$out" $common
-$two_processes datagen.py --init_from="$out/base" --output="$out/rft.json" $ask --num_questions=2000 \
-    --oversample=8 --keep_per_question=1 --stop_early --temperature=1 $common
-"$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" \
-    --num_epochs=1.5 $common
-$two_processes grpo.py config/grpo.py --init_from="$out/rft" --out_dir="$out/model" $ask --max_steps=50 \
-    --eval_interval=0 $common
+"$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$out" \
+    --max_steps=250 $common
+$two_processes datagen.py --init_from="$out/base" --task=unit_conversion --output="$out/rft.json" \
+    --max_new_tokens=144 --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early \
+    --temperature=1 $common
+"$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/model" $common

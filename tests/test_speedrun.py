@@ -92,7 +92,7 @@ def test_the_commands_of_all_scripts_have_only_known_options(tmp_path):
     stub.chmod(0o755)
     subprocess.run(["bash", ROOT / "runs/speedrun.sh", f"--out_dir={tmp_path}/out", "--seed=3"], check=True, env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"})
     commands = (tmp_path / "commands").read_text().splitlines()
-    assert len(commands) == 4
+    assert len(commands) == 3
     for command in commands:
         words = command.split()
         first = next(i for i, word in enumerate(words) if word.endswith(".py") and "/" not in word)
