@@ -81,6 +81,7 @@ RUN = {
 EXCUSED = {
     "bash runs/": "minutes; .ci/run and the tests of models, countdown, domains and the GPU suite run them or their parts",
     r"python compare\.py": "minutes; tests/test_compare.py runs small ones and reads experiments/",
+    "runs.speedrun": "an hour; tests/test_speedrun.py runs small scripts",
     r"python bench\.py": "minutes; tests/test_bench.py runs all that bench.py has",
     r"measure\.gpu\.run --table": "tests/test_gpu_driver.py does",
     "HuggingFaceTB/|lm_eval|SmolLM2-135M-Instruct": "it downloads a model or a dataset",

@@ -2,7 +2,6 @@
 import json
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -76,13 +75,18 @@ def test_bad_candidates(game):
         speedrun.main([script("broken.sh", "echo no more >&2; exit 3"), out])
 
 
-def scripts():
-    """Return {name: text} of the reference and of the records of docs/records.md, each a diff of the one before or of the reference."""
-    reference = (ROOT / "runs/speedrun.sh").read_text()
-    found = {"reference": reference}
-    for name, base, diff in re.findall(r"^### (\w+)\n.*?^```diff\n--- (\w+)\n(.*?)^```", (ROOT / "docs/records.md").read_text(), re.M | re.S):
-        done = subprocess.run(["patch", "--quiet", "--output=-", "-", "/dev/stdin"], input=diff, capture_output=True, text=True)
-        found[name] = found[base], diff
+def scripts(folder):
+    """Return {name: path} of the reference and of the records in docs/records.md, each a diff to the script before, written to folder/runs."""
+    path = folder / "runs" / "reference.sh"
+    path.parent.mkdir()
+    path.write_text((ROOT / "runs/speedrun.sh").read_text())
+    found = {"reference": path}
+    page = (ROOT / "docs/records.md").read_text()
+    for name, diff in re.findall(r"^### (\w+)\n.*?^```diff\n(.*?)^```", page, re.M | re.S):
+        before = path
+        path = folder / "runs" / f"{name}.sh"
+        subprocess.run(["patch", "--quiet", f"--output={path}", str(before)], input=diff, text=True, check=True)
+        found[name] = path
     return found
 
 
@@ -90,13 +94,16 @@ def test_the_commands_of_all_scripts_have_only_known_options(tmp_path):
     stub = tmp_path / "python"
     stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/commands\n')
     stub.chmod(0o755)
-    subprocess.run(["bash", ROOT / "runs/speedrun.sh", f"--out_dir={tmp_path}/out", "--seed=3"], check=True, env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"})
+    found = scripts(tmp_path)
+    assert {"reference", "small", "narrow"} <= found.keys()
+    for path in found.values():
+        done = subprocess.run(["bash", path, "--out_dir=out", "--seed=3"], env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"})
+        assert done.returncode == 0
     commands = (tmp_path / "commands").read_text().splitlines()
-    assert len(commands) == 3
+    assert len(commands) == 3 * len(found)
     for command in commands:
         words = command.split()
-        first = next(i for i, word in enumerate(words) if word.endswith(".py") and "/" not in word)
-        options = compare.options_of(words[first], *words[first + 1:])
-        assert options["seed"] == 3
+        first = next(i for i, word in enumerate(words) if word in ("train.py", "datagen.py"))
+        assert compare.options_of(words[first], *(str(ROOT / word) if word.startswith("config/") else word for word in words[first + 1:]))["seed"] == 3
     done = subprocess.run(["bash", ROOT / "runs/speedrun.sh", "--steps=3"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: speedrun.sh takes")
