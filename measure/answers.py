@@ -141,10 +141,11 @@ def draw(path, title, compared):
         return
     for row, ((arm, reference), one) in enumerate(reversed(compared.items())):
         middle = 100 * one["difference"]
-        axis.errorbar(middle, row, xerr=100 * one["high"] - middle, color="C0", marker="o", capsize=3)
+        color = {"better": "C0", "worse": "C3", "tie": "0.5"}[one["verdict"]]
+        axis.errorbar(middle, row, xerr=100 * one["high"] - middle, color=color, marker="o", capsize=3)
         axis.annotate(f"{arm} - {reference}  {middle:+.1f}", (middle, row + 0.15), ha="center", fontsize=9)
     axis.axvline(0, color="0.6")
     axis.margins(y=0.2)
     axis.set_yticks([])
-    axis.set_xlabel("points")
+    axis.set_xlabel("points; grey: a tie")
     figure.savefig(path, dpi=120)

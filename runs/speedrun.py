@@ -24,6 +24,7 @@ from measure.runs import ROOT, aligned, as_flags, process
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, Bounds
+from runtime.progress import ProgressLine
 
 REFERENCE = ROOT / "runs" / "speedrun.sh"
 TASK = "unit_conversion"
@@ -45,7 +46,9 @@ def run(script, folder, seed, questions):
     the samples}."""
     start = time.perf_counter()
     command = ["bash", script, *as_flags(out_dir=folder, seed=seed)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable})
+    env = os.environ | {"PYTHON": sys.executable}
+    with ProgressLine(f"running {script.name}"):
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
     seconds = time.perf_counter() - start
     if done.returncode:
         last, *_ = reversed(done.stderr.strip().splitlines() or ["no message"])

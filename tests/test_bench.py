@@ -143,6 +143,8 @@ def test_each_row_of_the_ladder_changes_one_thing(stage, in_process, capsys):
     assert all(len(row["repeats"]) == 1 + (stage == "train") for row in rows)
     assert rows[0]["gain"] is None and rows[0]["off_fp32"] == 0 and rows[-1]["in_all"] > 0 and "off fp32" in out
     assert figures["rates"].keys() == {row["name"] for row in rows}
+    assert [row["promised"] for row in rows] == [None, "2-3", "1.2-1.3", "1.5-2", None, None, "2-3 of attention", None]
+    assert "guides" in out and "J/step" not in out                # a CPU has no counter of energy
 
 
 def test_ladder_of_grpo(in_process, capsys):

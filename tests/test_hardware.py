@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,21 @@ def test_several_ranks_are_refused_on_an_apple_gpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BadInput, match="Apple GPU"):
         hardware.setup("mps")
+
+
+def test_energy_is_the_card_s_counter(monkeypatch):
+    """In joules, of the card of this UUID; unknown on a CPU and without NVML."""
+    hw = hardware.setup("cpu", compile=False)
+    assert hw.joules() is None
+    hw.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-b"))
+    counters = {"GPU-a-b": 5000, "GPU-c": 1}
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda name: name,
+                           nvmlDeviceGetTotalEnergyConsumption=counters.__getitem__)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert hw.joules() == 5.0
+    monkeypatch.setitem(sys.modules, "pynvml", None)         # cannot be imported
+    assert hw.joules() is None
 
 
 @pytest.mark.parametrize("kw", [dict(device="cuda:1"), dict(device="cuda:x"), dict(attention="flash", dtype="fp32"),
