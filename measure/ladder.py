@@ -1,5 +1,4 @@
 """Measure the effect of each optimisation: from plain fp32 to the fastest, or each one switched off."""
-import math
 import platform
 import statistics
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from runtime.config import BadInput
 from runtime.progress import track
 
 
-# the guides' speedups, their authors' expectations (docs/guides.md)
+# speedups on a GPU that the five guides of docs/guides.md expect
 PROMISED = {
     "TF32": "1.2-1.5",
     "mixed precision": "2-3",
@@ -119,7 +118,7 @@ def print_rows(table, unit, ladder, losses, log):
                 f"{row['rate']:,.1f}", f"{row['fastest']:,.1f}", ratio(row["gain"]),
                 f"{row['peak_memory_gb']:.2f}"]
         line += [ratio(row["in_all"]), row["promised"] or "-"] * ladder
-        line += [f"{row['joules_a_step'] or math.nan:,.1f}"] * energy
+        line += ["-" if row["joules_a_step"] is None else f"{row['joules_a_step']:,.1f}"] * energy
         if losses:
             off = row["off_fp32"]
             line += [f"{row['loss']:.4f}", "-" if off is None else f"{off:+.2%}{' !' * (abs(off) > 0.05)}"]
@@ -128,7 +127,7 @@ def print_rows(table, unit, ladder, losses, log):
         log(line)
     gain = "gain: speed with everything on, over the row's. "
     if ladder:
-        gain = "gain: over the row above; in all: over the first row; guides: promised. "
+        gain = "gain: over the row above; in all: over the first row; guides: expected. "
     compared = ("Losses are not compared: they are zero by construction, and another precision samples other "
                 "tokens.")
     if losses:

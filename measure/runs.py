@@ -113,8 +113,9 @@ def run_script(work, options=None):
     """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
     median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
     the process outside of these steps (start, compiling, warm-up, end); utilization: the highest that a step
-    logged, joules_a_step: of the GPU, both None if unknown; loss: of the last step; grad_norm: of the first;
-    settings: every option, with the value that auto resolved to, and facts about model and data."""
+    logged, None if unknown; joules_a_step: of the first rank's GPU, None if unknown; loss: of the last step;
+    grad_norm: of the first; settings: every option, with the value that auto resolved to, and facts about
+    model and data."""
     options = dict(options or {})
     ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Test and measure this machine's GPU within a number of minutes (9), without network or data, the most decisive
-# first: measure/gpu/run.py.
+# Test and measure this machine's GPU within a number of minutes (9), the most decisive first:
+# measure/gpu/run.py.
 #
 #     bash runs/gpu.sh [minutes] [--only=card,engine] [--output=bench_results/gpu.jsonl]
 set -euo pipefail

@@ -1,15 +1,17 @@
 """Judge records of the record game (docs/records.md): run candidates and the reference in turn, on two cores.
 
-    python -m runs.speedrun my_speedrun.sh       a faster copy of runs/speedrun.sh, here or in another tree
+    python -m runs.speedrun runs/mine.sh      a faster copy of runs/speedrun.sh, in the folder runs of a tree
 
-Several candidates run in turn with one reference. The same call resumes; --seeds=7 adds seeds, and another
---out_dir= draws other questions and seeds. out_dir/speedrun.json has every run.
+Several candidates run in turn with one reference. The same call resumes; --seeds=7 adds seeds, another
+candidate or an edit begins anew, and another --out_dir= draws other questions and seeds. Each script runs in
+a copy of its tree, out_dir/trees/DIGEST. out_dir/speedrun.json has every run, speedrun.log the output.
 """
 import json
 import math
 import os
+import shutil
+import signal
 import statistics
-import subprocess
 import sys
 import time
 import zlib
@@ -19,7 +21,9 @@ from typing import Annotated
 
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
+from measure.gpu.run import error_message, run_process
 from measure.intervals import BOUNDS, FEWEST, MOST
+from measure.referee import keep_copy
 from measure.runs import ROOT, aligned, as_flags, process
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -41,23 +45,36 @@ class Config:
     seeds: Annotated[int, Bounds(5, MOST)] = 5     # runs of each script
 
 
+def copy_of(script, out):
+    """Return the path of a script in the copy of its tree, which later edits do not change."""
+    tree = script.parent.parent
+    if not script.is_file() or not (tree / "train.py").is_file():
+        raise BadInput(f"{script} isn't a file in the folder runs of a tree with train.py: copy "
+                       "runs/speedrun.sh there, and edit the copy.")
+    return out / "trees" / keep_copy(tree, out) / script.relative_to(tree)
+
+
 def run(script, folder, seed, questions):
-    """Run a script from its start with a seed, and return {"seconds": of the whole script, "exact": share of
-    the samples}."""
-    start = time.perf_counter()
-    command = ["bash", script, *as_flags(out_dir=folder, seed=seed)]
-    env = os.environ | {"PYTHON": sys.executable}
-    with ProgressLine(f"running {script.name}"):
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        last, *_ = reversed(done.stderr.strip().splitlines() or ["no message"])
-        raise guard.Failure(f"{script} ended with {done.returncode}: {last}")
+    """Run a script from an empty folder, and return {"seconds": of the whole script, "exact": share of the
+    samples}, or {"failed": message}."""
+    shutil.rmtree(folder, ignore_errors=True)              # else a stopped run's tokens would be reused
+    env = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("OMP_NUM_THREADS", None)
+    command = ["bash", str(script), *as_flags(out_dir=folder, seed=seed)]
+    log_path = folder.parent / "speedrun.log"
+    with open(log_path, "a+", errors="replace") as log, ProgressLine(f"running {script.name}"):
+        start = time.perf_counter()
+        code, printed = run_process(command, None, log, env)
+        seconds = time.perf_counter() - start
+    if code:
+        return {"failed": error_message(printed)}
     options = as_flags(task=TASK, dataset=questions, num_samples=SAMPLES, temperature=1, max_new_tokens=144,
                        seed=seed, device="cpu")
-    said = process([str(ROOT / "eval.py")], [folder / "model", *options, "--json"], CORES)
-    figures = json.loads(said.splitlines()[-1])
-    return {"seconds": seconds, "exact": figures["parts"]["exact"]}
+    try:
+        said = process([str(ROOT / "eval.py")], [folder / "model", *options, "--json"], CORES)
+    except (BadInput, guard.Failure) as e:
+        return {"failed": f"eval.py can't read its model: {e}"}
+    return {"seconds": seconds, "exact": json.loads(said.splitlines()[-1])["parts"]["exact"]}
 
 
 def score(runs, reference):
@@ -80,46 +97,70 @@ def verdict(name, high, exact):
     return f"{name} is a record."
 
 
+def report(by_name):
+    """Print the table and the verdicts of {name: runs}, the reference first."""
+    failed = {name: (seed, one["failed"]) for name, runs in by_name.items()
+              for seed, one in enumerate(runs) if "failed" in one}
+    table = [["", "exact, %", "seconds", "of the reference's", f"{CONFIDENCE}% interval"]]
+    sentences = []
+    for name, runs in by_name.items():
+        if name in failed:
+            sentences.append("{} is no record: seed {} failed ({}).".format(name, *failed[name]))
+            continue
+        ratio, low, high, exact = score(runs, by_name["reference"])
+        seconds = statistics.fmean(one["seconds"] for one in runs)
+        table.append([name, f"{100 * exact:.1f}", f"{seconds:,.0f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"])
+        if name != "reference":
+            sentences.append(verdict(name, high, exact))
+        elif exact < TARGET:
+            sentences.append(f"The reference misses {TARGET:.0%} on this machine.")
+    print("", *aligned(table), "", *sentences, sep="\n")
+
+
 def main(argv):
+    for number in (signal.SIGTERM, signal.SIGHUP):         # end the script too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     candidates = [Path(word).resolve() for word in argv if not word.startswith("--")]
     cfg = config.load(Config, [word for word in argv if word.startswith("--")])
-    scripts = {"reference": REFERENCE} | {path.stem: path for path in candidates}
-    if missing := [str(path) for path in scripts.values() if not path.is_file()]:
-        raise BadInput(f"{missing[0]} isn't there: give a copy of runs/speedrun.sh.")
-    if len(scripts) != len(candidates) + 1:
+    paths = {"reference": REFERENCE} | {path.stem: path for path in candidates}
+    if len(paths) != len(candidates) + 1:
         raise BadInput("Two candidates have one name, or one is called reference: rename one.")
     out = Path(cfg.out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
     lock.take(out / "speedrun.lock", out)
+    scripts = {name: copy_of(path, out) for name, path in paths.items()}
     if hasattr(os, "sched_setaffinity"):     # the scripts inherit it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     questions, _ = answers.draw_questions(TASK, QUESTIONS, answers.seed_of(out.name, 1), out)
     first_seed = answers.seed_of(out.name, "seeds")
     path = out / "speedrun.json"
-    state = {"runs": {}}
+    state = {"cpu": cpu_name(), "commit": git_commit(), "runs": {}}
     if path.exists():
-        state = config.read_json(path, "restore it, or choose another --out_dir=")
+        state |= config.read_json(path, "restore it, or choose another --out_dir=")
+    if state["cpu"] != cpu_name():
+        raise BadInput(f"{path} has seconds of another CPU, {state['cpu']}: choose another --out_dir=.")
+    # of what runs in turn
+    together = zlib.crc32("".join(str(script.relative_to(out)) for script in scripts.values()).encode())
     names = list(scripts)
     by_name = {name: [] for name in names}
     for number in range(cfg.seeds):
         for name in names[number % len(names):] + names[:number % len(names)]:
-            digest = zlib.crc32(scripts[name].read_bytes())      # an edited script runs anew
-            key = f"{name}-{digest:08x}-{number}"
+            key = f"{name}-{together:08x}-{number}"
             if key not in state["runs"]:
-                state["runs"][key] = run(scripts[name], out / key, first_seed + number, questions)
-                state |= {"cpu": cpu_name(), "commit": git_commit()}
+                one = run(scripts[name], out / key, first_seed + number, questions)
+                if "failed" in one and name == "reference":
+                    raise guard.Failure(f"{REFERENCE} failed: {one['failed']}")
+                state["runs"][key] = one
                 write_atomically(path, json.dumps(state, indent=1).encode())
-            one = state["runs"][key]
-            by_name[name].append(one)
-            print(f"{name}, seed {number}: {one['seconds']:,.0f} s, {one['exact']:.1%} exact", flush=True)
-    scores = {name: score(runs, by_name["reference"]) for name, runs in by_name.items()}
-    table = [["", "exact, %", "seconds", "of the reference's", f"{CONFIDENCE}% interval"]]
-    for name, (ratio, low, high, exact) in scores.items():
-        seconds = statistics.fmean(one["seconds"] for one in by_name[name])
-        table.append([name, f"{100 * exact:.1f}", f"{seconds:,.0f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"])
-    sentences = [verdict(name, *scores[name][2:]) for name in names[1:]]
-    print("", *aligned(table), "", *sentences, sep="\n")
+            by_name[name].append(state["runs"][key])
+            print(f"{name}, seed {number}: {describe(by_name[name][-1])}", flush=True)
+    report(by_name)
     return 0
+
+
+def describe(one):
+    """Return a run in a few words."""
+    return one.get("failed") or f"{one['seconds']:,.0f} s, {one['exact']:.1%} exact"
 
 
 if __name__ == "__main__":

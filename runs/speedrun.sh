@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The reference of the record game (docs/records.md): from random weights to 70% exact samples on unit
-# conversion, on two cores. A record is a faster copy. Takes --seed= and --out_dir=, whose folder `model` is the
-# result.
+# conversion, on two cores. A record is a faster copy. Takes --seed= and --out_dir=; the folder `model` there
+# is the result.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/speedrun_reference seed=0 python=${PYTHON:-python3}
@@ -19,4 +19,5 @@ two_processes="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalo
 $two_processes datagen.py --init_from="$out/base" --task=unit_conversion --output="$out/rft.json" \
     --max_new_tokens=144 --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early \
     --temperature=1 $common
-"$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/model" $common
+"$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/model" \
+    $common

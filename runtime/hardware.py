@@ -168,7 +168,8 @@ class Hardware:
                 import pynvml
                 pynvml.nvmlInit()
                 name = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-                return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(name)) / 1e3
+                card = pynvml.nvmlDeviceGetHandleByUUID(name)
+                return pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1e3
         return None
 
     def memory_gb(self):

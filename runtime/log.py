@@ -166,7 +166,7 @@ def grouped(name):
         return name
     if name.startswith("val_"):
         return f"val/{name.removeprefix('val_')}"
-    if name.endswith(("_s", "_gb")) or name in ("seconds", "mfu", "mbu_rollout", "busy"):
+    if name.endswith(("_s", "_gb")) or name in ("seconds", "mfu", "mbu_rollout", "utilization", "joules"):
         return f"time/{name}"
     group = "rollout" if name in ROLLOUT or name.startswith("pass_at_") else "train"
     return f"{group}/{name}"

@@ -3,6 +3,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import grpo
 import train
 from conftest import ROOT, environment
 from measure import ceilings, ladder, peers, reinforcement, runs, sampling, synthetic
+from measure.gpu import run as gpu
 from model import GPT, GPTConfig
 from runtime import guard, hardware
 from runtime.config import BadInput
@@ -145,6 +147,15 @@ def test_each_row_of_the_ladder_changes_one_thing(stage, in_process, capsys):
     assert figures["rates"].keys() == {row["name"] for row in rows}
     assert [row["promised"] for row in rows] == [None, "2-3", "1.2-1.3", "1.5-2", None, None, "2-3 of attention", None]
     assert "guides" in out and "J/step" not in out                # a CPU has no counter of energy
+
+
+def test_joules_a_step_are_the_counter_s_rise_over_the_measured_steps(in_process, capsys, monkeypatch):
+    counter = itertools.count(1000, 25)                      # read once a step
+    monkeypatch.setattr(hardware.Hardware, "joules", lambda hw: float(next(counter)))
+    out, figures = said(capsys, "--stage=train", "--ladder", "--dtype=bf16", "--steps=3", "--repeats=1", "--batch_size=2",
+                        "--gradient_accumulation_steps=1", "--block_size=16")
+    assert {row["joules_a_step"] for row in figures["rows"]} == {25} and "J/step" in out
+    assert gpu.checks_of_record(figures)[0]["figures"]["joules_a_step"] == 25
 
 
 def test_ladder_of_grpo(in_process, capsys):

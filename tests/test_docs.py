@@ -278,7 +278,7 @@ def test_no_package_imports_upward():
     """Each may import those before it alone; the tests may import all."""
     order = ["layers", "model", "runtime", "tasks", "engine", "text", "rollouts", "hub", "hf", "doctor", "experimental", "measure"]
     for place, name in enumerate(order):
-        files = sorted((ROOT / name).glob("*.py")) or [ROOT / f"{name}.py"]
+        files = sorted((ROOT / name).rglob("*.py")) or [ROOT / f"{name}.py"]
         for file in files:
             for node in ast.walk(ast.parse(file.read_text())):
                 modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -18,6 +18,7 @@ from runtime import config, hardware
 from runtime.config import BadInput
 from measure.gpu import run
 from measure.gpu.run import Stage, outcome
+from runs import smollm2
 
 KEYS = {"stage", "name", "status", "seconds", "figures", "error", "command"}
 
@@ -211,26 +212,30 @@ def test_a_run_on_text_and_a_pipeline(monkeypatch, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five\n" * 400)
     stages = {stage.name: stage for stage in run.STAGES}
-    small = ("--tokenizer=bytes --block_size=32 --n_layer=1 --n_head=2 --n_embd=32 --batch_size=2 --max_steps=4 --warmup_steps=1 --eval_interval=2 "
+    small = ("--block_size=32 --n_layer=1 --n_head=2 --n_embd=32 --batch_size=2 --max_steps=4 --warmup_steps=1 --eval_interval=2 "
              f"--log_interval=2 --device=cpu --compile=false --data_dir={tmp_path}/tokens")
     muon = stages["text-muon"]
     monkeypatch.setattr(run.network, "is_reachable", lambda: False)
     summary = json.dumps({"stages": [{"name": "rft", "greedy": 0.5, "sampled": 0.4, "pass_at_8": 0.8, "seconds": 3.0}]})
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/smollm2.sh").write_text(f"mkdir ${{1#*=}} && echo '{summary}' > ${{1#*=}}/summary.json\n")
+    (tmp_path / "runs/broken.sh").write_text("mkdir ${1#*=}; echo no model; exit 1\n")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     for name in ("train.py", "config"):
         (tmp_path / name).symlink_to(ROOT / name)
     _, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", muon._replace(command=f"{muon.command} {small}"),
                         stages["smollm2"]._replace(download=str(tmp_path / "none"), package=""),
                         stages["smollm2"]._replace(name="there", download=str(text), package="", needs=0),
-                        argv=[f"--text={text}"])
-    trained, skipped, there = lines[1:]
-    assert trained["status"] == "ok" and trained["figures"]["val_ppl_token"] > 1 and trained["figures"]["tokens_per_s"] > 0
+                        stages["smollm2"]._replace(name="broken", command="runs/broken.sh", download=str(text), package="", needs=0),
+                        Stage("last", telling(outcome("e")), 0, 20), argv=[f"--text={text}"])
+    trained, skipped, there, broken, last = lines[1:]
+    assert broken["status"] == "failed" and broken["error"] == "exit code 1: no model" and last["status"] == "ok"
+    assert stages["smollm2"].download == str(smollm2.FILE)
+    assert trained["status"] == "ok" and trained["figures"]["val_ppl_word"] > 1 and trained["figures"]["tokens_per_s"] > 0
     assert skipped["status"] == "skipped" and skipped["error"].startswith("it needs the network, or ")
     assert there["status"] == "ok" and there["name"] == "rft" and there["figures"]["greedy"] == 0.5
     said = capsys.readouterr().out
-    assert "token perplexity" in said and "greedy 50.0%, sampled 40.0%" in said and "`bash runs/smollm2.sh`" in said
+    assert "word perplexity" in said and "greedy 50.0%, sampled 40.0%" in said and "`bash runs/smollm2.sh`" in said
 
 
 def test_another_loss_is_a_failure():
