@@ -99,13 +99,13 @@ def verdict(name, high, exact):
 
 def report(by_name):
     """Print the table and the verdicts of {name: runs}, the reference first."""
-    failed = {name: (seed, one["failed"]) for name, runs in by_name.items()
-              for seed, one in enumerate(runs) if "failed" in one}
     table = [["", "exact, %", "seconds", "of the reference's", f"{CONFIDENCE}% interval"]]
     sentences = []
     for name, runs in by_name.items():
-        if name in failed:
-            sentences.append("{} is no record: seed {} failed ({}).".format(name, *failed[name]))
+        failed = [seed for seed, one in enumerate(runs) if "failed" in one]
+        if failed:
+            seed, *_ = failed
+            sentences.append(f"{name} is no record: seed {seed} failed ({runs[seed]['failed']}).")
             continue
         ratio, low, high, exact = score(runs, by_name["reference"])
         seconds = statistics.fmean(one["seconds"] for one in runs)
