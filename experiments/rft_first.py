@@ -11,5 +11,6 @@ arms = {
                  "--keep_per_question=1 --stop_early && train.py config/rft.py --num_epochs=1.5 && "
                  "grpo.py config/grpo.py --max_steps=10 --eval_interval=0",
 }
+controls = "start,again"
 budget = "seconds"
 questions = 200
