@@ -108,6 +108,13 @@ def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
     assert not list(folder.glob("*.tmp*"))
 
 
+def test_a_temporary_file_that_vanishes_while_it_is_looked_at_is_no_error(tmp_path, text):
+    """Another preparation renames its own: here a link without a target, which is listed and cannot be examined."""
+    folder = Path(data.prepare(str(text), Tokenizer("bytes"), tmp_path))
+    (folder / "train_00000.bin.tmp-1").symlink_to(tmp_path / "none")
+    assert data.prepare(str(text), Tokenizer("bytes"), tmp_path) == folder
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
 def test_nanogpt_bins_are_used_where_they_lie(tmp_path, dtype):
     """Read as uint16, a zero or three would follow every wider id."""

@@ -1,4 +1,5 @@
 """Tokenise texts into token files, once, and read them back as batches that depend only on (seed, step)."""
+import contextlib
 import functools
 import hashlib
 import json
@@ -89,8 +90,9 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
     name = re.sub(r"\W+", "-", name)
     folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
     for left in folder.glob("*.tmp-[0-9]*"):              # a live process has written within the last hour
-        if time.time() - left.stat().st_mtime > 3600:
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):      # it has been renamed since
+            if time.time() - left.stat().st_mtime > 3600:
+                left.unlink()
     if is_prepared(folder):
         return folder
 
