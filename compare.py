@@ -27,7 +27,7 @@ first_line()                             # --help before the slow imports
 import tasks
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
-from measure.runs import ROOT, as_flags, process, seconds_at, steps_of
+from measure.runs import ROOT, as_flags, process, seconds_at, steps_of, turned
 from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -252,9 +252,7 @@ class Comparison:
         start = self.start(seed)
         if "start" in self.cfg.controls.split(","):
             self.files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
-        arms = list(self.commands)
-        turn = seed % len(arms)
-        for arm in arms[turn:] + arms[:turn]:
+        for arm in turned(list(self.commands), seed):
             self.running = arm
             seed_of_run = self.first_seed + seed + 1000 * (arm == "again")
             folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)

@@ -30,6 +30,13 @@ BOUNDS = {
 }
 
 
+def half_width(of_seeds, confidence="95"):
+    """Return the half-width [...] of the interval of the mean of of_seeds [..., seeds]."""
+    multiples, _ = BOUNDS[confidence]
+    seeds = of_seeds.shape[-1]
+    return multiples[seeds - FEWEST] * of_seeds.std(-1, ddof=1) / math.sqrt(seeds)
+
+
 def interval(d, confidence="95"):
     """Return (mean, half-width, error of the questions), each [...], of differences d [..., seeds,
     questions]; the last is the half-width that infinitely many seeds would leave.
@@ -43,9 +50,8 @@ def interval(d, confidence="95"):
     rest = d - of_seeds[..., None] - of_questions[..., None, :] + mean[..., None, None]
     residual = (np.square(rest).sum((-2, -1)) + 1) / ((seeds - 1) * (questions - 1))
     question = np.maximum(of_questions.var(-1, ddof=1) - residual / seeds, 0)
-    multiples, z = BOUNDS[confidence]
-    from_seeds = np.maximum(multiples[seeds - FEWEST] * of_seeds.std(-1, ddof=1),
-                            z * np.sqrt(residual / questions)) / math.sqrt(seeds)
+    _, z = BOUNDS[confidence]
+    from_seeds = np.maximum(half_width(of_seeds, confidence), z * np.sqrt(residual / questions / seeds))
     from_questions = z * np.sqrt(question / questions)
     return mean, np.hypot(from_seeds, from_questions), from_questions
 

@@ -127,7 +127,7 @@ def print_rows(table, unit, ladder, losses, log):
         log(line)
     gain = "gain: speed with everything on, over the row's. "
     if ladder:
-        gain = "gain: over the row above; in all: over the first row; guides: expected. "
+        gain = "gain: over the row above; in all: over the first row; guides: as they expect. "
     compared = ("Losses are not compared: they are zero by construction, and another precision samples other "
                 "tokens.")
     if losses:

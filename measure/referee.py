@@ -9,16 +9,15 @@ resumes. out_dir gets log.txt, decisions/, and trees/ by digests, which git diff
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import compare
 from compare import ROOT
 from measure import answers, intervals
+from measure.runs import end_on_signals
 from runtime import checkpoint, config, guard, lock
 
 
@@ -81,8 +80,7 @@ def main(argv):
     if not candidates:
         print(__doc__)
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_on_signals()
     cfg = config.load(compare.Config, [*(word for word in argv if "--candidate=" not in word), "--controls="])
     compare.check(cfg, {"base": cfg.command})
     out = Path(cfg.out_dir).resolve()

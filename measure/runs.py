@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,18 @@ ROOT = Path(__file__).parent.parent
 # steps that allocate memory and meet shapes for the first time
 WARM_UP = 2
 SAVING = 60                                  # seconds that a stopped process has for its checkpoint
+
+
+def end_on_signals():
+    """Let SIGTERM and SIGHUP raise SystemExit, so that processes started here end too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def turned(names, turn):
+    """Return a list that begins with another of its elements at each turn, so that none is always first."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 def as_flags(**options):

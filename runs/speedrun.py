@@ -7,10 +7,8 @@ candidate or an edit begins anew, and another --out_dir= draws other questions a
 a copy of its tree, out_dir/trees/DIGEST. out_dir/speedrun.json has every run, speedrun.log the output.
 """
 import json
-import math
 import os
 import shutil
-import signal
 import statistics
 import sys
 import time
@@ -19,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
 from measure.gpu.run import error_message, run_process
-from measure.intervals import BOUNDS, FEWEST, MOST
+from measure.intervals import MOST, half_width
 from measure.referee import keep_copy
-from measure.runs import ROOT, aligned, as_flags, process
+from measure.runs import ROOT, aligned, as_flags, end_on_signals, process, turned
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, Bounds
@@ -45,13 +45,19 @@ class Config:
     seeds: Annotated[int, Bounds(5, MOST)] = 5     # runs of each script
 
 
-def copy_of(script, out):
-    """Return the path of a script in the copy of its tree, which later edits do not change."""
-    tree = script.parent.parent
-    if not script.is_file() or not (tree / "train.py").is_file():
-        raise BadInput(f"{script} isn't a file in the folder runs of a tree with train.py: copy "
-                       "runs/speedrun.sh there, and edit the copy.")
-    return out / "trees" / keep_copy(tree, out) / script.relative_to(tree)
+def check(paths):
+    """Raise BadInput for a script that is not in a tree like this one."""
+    for script in paths:
+        if not script.is_file() or not (script.parent.parent / "train.py").is_file():
+            raise BadInput(f"{script} isn't a file in the folder runs of a tree with train.py: copy "
+                           "runs/speedrun.sh there, and edit the copy.")
+
+
+def copies_of(paths, out):
+    """Return {name: path} of scripts in copies of their trees, which later edits do not change."""
+    trees = {path.parent.parent for path in paths.values()}
+    copies = {tree: out / "trees" / keep_copy(tree, out) for tree in trees}
+    return {name: copies[path.parent.parent] / path.parent.name / path.name for name, path in paths.items()}
 
 
 def run(script, folder, seed, questions):
@@ -80,12 +86,11 @@ def run(script, folder, seed, questions):
 def score(runs, reference):
     """Return (ratio of seconds, its low and high bound, mean share of exact answers) of a script's runs
     beside the reference's with the same seeds."""
-    logs = [math.log(own["seconds"] / other["seconds"]) for own, other in zip(runs, reference)]
-    multiples, _ = BOUNDS[CONFIDENCE]
-    mean = statistics.fmean(logs)
-    half = multiples[len(logs) - FEWEST] * statistics.stdev(logs) / math.sqrt(len(logs))
+    logs = np.log([own["seconds"] / other["seconds"] for own, other in zip(runs, reference)])
+    mean = logs.mean()
+    half = half_width(logs, CONFIDENCE)
     exact = statistics.fmean(one["exact"] for one in runs)
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half), exact
+    return np.exp(mean), np.exp(mean - half), np.exp(mean + half), exact
 
 
 def verdict(name, high, exact):
@@ -118,17 +123,17 @@ def report(by_name):
 
 
 def main(argv):
-    for number in (signal.SIGTERM, signal.SIGHUP):         # end the script too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_on_signals()
     candidates = [Path(word).resolve() for word in argv if not word.startswith("--")]
     cfg = config.load(Config, [word for word in argv if word.startswith("--")])
     paths = {"reference": REFERENCE} | {path.stem: path for path in candidates}
     if len(paths) != len(candidates) + 1:
         raise BadInput("Two candidates have one name, or one is called reference: rename one.")
+    check(paths.values())
     out = Path(cfg.out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
     lock.take(out / "speedrun.lock", out)
-    scripts = {name: copy_of(path, out) for name, path in paths.items()}
+    scripts = copies_of(paths, out)
     if hasattr(os, "sched_setaffinity"):     # the scripts inherit it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     questions, _ = answers.draw_questions(TASK, QUESTIONS, answers.seed_of(out.name, 1), out)
@@ -144,7 +149,7 @@ def main(argv):
     names = list(scripts)
     by_name = {name: [] for name in names}
     for number in range(cfg.seeds):
-        for name in names[number % len(names):] + names[:number % len(names)]:
+        for name in turned(names, number):
             key = f"{name}-{together:08x}-{number}"
             if key not in state["runs"]:
                 one = run(scripts[name], out / key, first_seed + number, questions)

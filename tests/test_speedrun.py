@@ -52,7 +52,7 @@ def game(tmp_path, monkeypatch):
     monkeypatch.setattr(speedrun, "REFERENCE", tree / "runs" / "reference.sh")
     monkeypatch.setattr(speedrun, "process", evaluated)
     monkeypatch.setattr(speedrun.os, "sched_setaffinity", lambda pid, cores: asked.append(cores), raising=False)
-    monkeypatch.setattr(speedrun.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(speedrun, "end_on_signals", lambda: None)
     script("reference.sh", "sleep 0.05")
     return tmp_path, script, asked
 

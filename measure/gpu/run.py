@@ -146,7 +146,7 @@ SHOWN = {
     "peak_memory_gb": "{:.2f} GiB",
     "utilization": "busy {:.0%}",
     "gain": "{:.2f} times the row before",
-    "promised": "promised {}",
+    "promised": "the guides expect {} times",
     "off_fp32": "loss {:+.2%} from fp32",
     "speedup": "{:.2f} times {beside}",
     "longer_outside_s": "{:+.1f} s for start and compiling",
