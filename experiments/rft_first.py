@@ -1,4 +1,4 @@
-"""A known gain: rejection sampling and fine-tuning before GRPO, beside GRPO alone for the same seconds.
+"""Rejection sampling and fine-tuning before GRPO, beside GRPO alone for the same seconds. Not run yet.
 
     bash runs/quickstart.sh
     python compare.py experiments/rft_first.py
