@@ -129,7 +129,10 @@ def unsolved(run):
         return (f", and only {answered:.0%} have an answer in the form that the verifier reads: fine-tune on "
                 "verified answers first (datagen.py, config/rft.py), or show worked examples with "
                 "--few_shot=4")
-    return (f": the questions are too hard for this model{other_form(run)}, or the verifier rejects correct "
+    prompt = run.facts.get("prompt")
+    unknown = prompt and not run.facts.get("trained_prompt")
+    other_form = f", or training had another prompt form than {prompt!r}" if unknown else ""
+    return (f": the questions are too hard for this model{other_form}, or the verifier rejects correct "
             "answers or pays them little (grade one by hand). Ask easier questions, raise --k_samples, or "
             "fine-tune on verified answers first (datagen.py)")
 
@@ -237,13 +240,6 @@ def other_prompts(run):
         return None
     return (f"Prompts have the form {prompt!r}, but the model was trained on {trained!r}: set the task's "
             "PROMPT to the model's form, or fine-tune the model on the new form first.")
-
-
-def other_form(run):
-    """Return a cause that can't be excluded where the prompt form of training is unknown, as text."""
-    prompt = run.facts.get("prompt")
-    return f", or training had another prompt form than {prompt!r}" if prompt and not run.facts.get(
-        "trained_prompt") else ""
 
 
 def groups_alike(run):

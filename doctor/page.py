@@ -38,12 +38,6 @@ class Config:
 
 # --- runs ---
 
-def runs_of(folder):
-    """Return the run folders at or in a folder, in the order in which they began."""
-    models = [*folder.glob("model.json")] or folder.glob("*/model.json")
-    return [path.parent for path in sorted(models, key=lambda path: path.stat().st_mtime)]
-
-
 def describe(run):
     """Return what the page shows of a run but its samples: a dictionary for JSON."""
     lines = read_lines(run)
@@ -166,7 +160,8 @@ def render(title, data):
 def main(argv):
     cfg = config.load(Config, argv, positional="folder")
     folder = Path(cfg.folder)
-    runs = runs_of(folder)
+    models = [*folder.glob("model.json")] or folder.glob("*/model.json")
+    runs = [path.parent for path in sorted(models, key=lambda path: path.stat().st_mtime)]     # as they began
     if not runs:
         raise BadInput(f"{folder} holds no run (a folder with model.json): give the out_dir of a run.")
     output = Path(cfg.output or folder / "report.html")

@@ -30,13 +30,6 @@ class Config:
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per completion
 
 
-def grade(cfg, kept):
-    """Return a Grade for each record by the task."""
-    with task_errors(), Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
-        return pool.score(({"question": record["question"], "answer": record["answer"], **record["keys"]},
-                           record["completion"], record.get("turns")) for record in kept)
-
-
 def sign_changes(graded):
     """Return how many completions are above their group's mean by one verifier and below it by the other."""
     groups = defaultdict(list)
@@ -78,7 +71,9 @@ def main(argv):
     if not kept:
         raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, "
                        "a log of datagen.py, or an --output of eval.py.")
-    grades = grade(cfg, kept)
+    with task_errors(), Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
+        grades = pool.score(({"question": record["question"], "answer": record["answer"], **record["keys"]},
+                             record["completion"], record.get("turns")) for record in kept)
     report(kept, grades, cfg.cases)
     scores = {records.key_of(record): other.score for record, other in zip(kept, grades) if not other.error}
     write_atomically(records.regraded(cfg.run), json.dumps({"task": cfg.task, "scores": scores}).encode())

@@ -132,7 +132,10 @@ def write(gguf, path, digest, folder):
     config = hf_config(fields, stored)
     tokenizer, settings = tokenizer_files(fields, path)
     config["converted_from"] = {"file": path.name, "sha256": digest}
-    names = hf_names(gguf, fields["general.architecture"], len(stored))
+    architecture = fields["general.architecture"]
+    of_gguf = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], len(stored))
+    names = {of_gguf.get_name(name.format(layer)): name.format(layer) for layer in range(len(stored))
+             for name in (GPT2_TENSORS if architecture == "gpt2" else LLAMA_TENSORS)}
     hf_tensors = {}
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
@@ -169,13 +172,6 @@ def check_keys(fields, path):
         if value != neutral[key] if key in neutral else not has_no_effect:
             raise BadInput(f"{path} has {key}={str(value)[:80]}, which model.py does not support: choose "
                            "another model.")
-
-
-def hf_names(gguf, architecture, n_layers):
-    """Return {GGUF's name of a tensor, without its suffix: Hugging Face's}, for n_layers layers at least."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], n_layers)
-    return {names.get_name(name.format(layer)): name.format(layer) for layer in range(n_layers)
-            for name in (GPT2_TENSORS if architecture == "gpt2" else LLAMA_TENSORS)}
 
 
 def is_transposed(tensor, config):

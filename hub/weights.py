@@ -169,12 +169,8 @@ def split_stacked(config, value, hf_names):
 
 def add_gates(config, tensors):
     """Add gate projections for relu2: relu(z)^2 = relu(z) * z is a gated MLP whose gate is its own input."""
-    gates = {}
-    if config.mlp == "relu2":
-        for name, value in tensors.items():
-            if "up_proj" in name:
-                gates[name.replace("up_proj", "gate_proj")] = value.clone()
-    return tensors | gates
+    return tensors | {name.replace("up_proj", "gate_proj"): value.clone() for name, value in tensors.items()
+                      if config.mlp == "relu2" and "up_proj" in name}
 
 
 def write(folder, config_name, hf_config, tensors_name, tensors):

@@ -72,8 +72,9 @@ def chunk_logprobs(logits, y, vocab_size, softcap, temperature):
     z = z - z.amax(-1, keepdim=True)
     weights = z.exp()
     total = weights.sum(-1)
-    # (weights * z).sum(-1) would write and read another tensor of [N, V].
-    mean = torch.linalg.vecdot(weights, z) / total
+    # (weights * z).sum(-1) would write and read another tensor of [N, V]. Autocast would round it to bf16.
+    with torch.autocast(z.device.type, enabled=False):
+        mean = torch.linalg.vecdot(weights, z) / total
     return z.gather(1, y[:, None])[:, 0] - total.log(), total.log() - mean
 
 

@@ -140,7 +140,7 @@ def ratio(value):
     return "-" if value is None else f"{value:.2f}"
 
 
-def run_rows(work, rows, repeats):
+def run_rows(work, rows, repeats, log):
     """Run every row once a turn, and return ({name: its runs}, {name: error message})."""
     runs = {}
     failed = {}
@@ -155,7 +155,12 @@ def run_rows(work, rows, repeats):
                 raise
             failed[name] = str(e)
             continue
+        if name == "+ torch.compile" and options["compile"] and not run["settings"]["compile"]:
+            failed[name] = "torch.compile failed"
+            continue
         runs.setdefault(name, []).append(run)
+        log(f"{name}: {run['step_s']:.3f} s a step, {run['rate']:,.1f} {work.unit}, "
+            f"{run['peak_memory_gb']:.2f} GiB, loss {run['loss']:.4f}")       # left if the process is killed
     return runs, failed
 
 
@@ -190,15 +195,15 @@ def table_row(name, options, runs, before, first, ladder):
 
 def bench_ladder(cfg, hw, work, script_args, log):
     """Measure --ladder or --ablate: each row runs the script with other options, the same seed and data. A
-    row whose run had the same settings as the row it is compared with (torch.compile failed, say) is left
-    out; a row that fails keeps the runs before the failure."""
+    row whose run had the same settings as the row it is compared with is left out; a row that fails keeps
+    the runs before the failure."""
     own_rows = {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}
     given = {option: getattr(work.config, option) for option in script_args.given - own_rows}
     given = {option: value for option, value in given.items() if value is not None}
     rows = rows_of(optimisations(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder)
     log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, "
         f"{len(rows)} alternating rows x {cfg.repeats}, on {hw.name}")
-    runs, failed = run_rows(work, rows, cfg.repeats)
+    runs, failed = run_rows(work, rows, cfg.repeats, log)
     table = []
     for name, options in rows:
         if name in failed:

@@ -21,6 +21,7 @@ from runtime.progress import ProgressLine, track
 ROOT = Path(__file__).parent.parent
 # steps that allocate memory and meet shapes for the first time
 WARM_UP = 2
+LEAST_SECONDS = 2                            # of a figure in joules: their counter moves ten times a second
 SAVING = 60                                  # seconds that a stopped process has for its checkpoint
 
 
@@ -151,6 +152,9 @@ def run_script(work, options=None):
         raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so "
                             "there is nothing to compare.")
     joules = [step.get("joules") for step in (counted[0][0], steps[-1])]
+    joules_a_step = None
+    if None not in joules and sum(seconds) >= LEAST_SECONDS:
+        joules_a_step = (joules[1] - joules[0]) / len(counted)
     work.runs.append({
         "seconds": seconds,
         "step_s": statistics.median(seconds),
@@ -160,8 +164,8 @@ def run_script(work, options=None):
         "outside_s": wall - sum(seconds),
         "peak_memory_gb": steps[-1]["peak_memory_gb"],
         "utilization": max(filter(None, (step.get("utilization") for step in steps)), default=None),
-        "joules_a_step": None if None in joules else (joules[1] - joules[0]) / len(counted),
-        "loss": steps[-1]["loss"],
+        "joules_a_step": joules_a_step,
+        "loss": float(steps[-1]["loss"]),    # of a run that is not finite, the log has a text
         "grad_norm": steps[0]["grad_norm"],
         "settings": settings,
         "steps": steps,

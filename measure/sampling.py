@@ -48,9 +48,10 @@ def rate_of(run, case, hw):
     return tokens / seconds
 
 
-def run_step(engine, shape):
-    """Run one decoding step of this shape, always at step index 0."""
+def run_step(engine, shape, position):
+    """Run one decoding step of this shape, with all rows at this position and at step index 0."""
     engine.runner.step_index.zero_()
+    engine.runner.state[1, :shape[0]] = position
     engine.runner.launch(*shape, engine.sampling)
 
 
@@ -59,14 +60,17 @@ def median_seconds(function, hw, calls):
 
 
 @torch.inference_mode()
-def split_time(case, engine, shape, hw):
-    """Return ({part: seconds of a run}, seconds of a step of this shape (B, RowGroups)). The parts, each
-    timed on its own, are prefill, decode, and draw where it is not in the step's CUDA graph."""
+def split_time(case, engine, context, in_flight, hw):
+    """Return ({part: seconds of a run}, seconds of a step of in_flight rows that read `context` positions).
+    The parts, each timed on its own, are prefill, decode, and draw where it is not in the step's CUDA
+    graph."""
+    shape = engine.runner.step_shape([context] * in_flight)
     rows = shape[0]
     prompts = [(i % engine.slots, prompt[:-1]) for i, prompt in enumerate(case.prompts)]
     prefill, _ = clock(lambda: engine.runner.prefill(prompts), hw)
-    run_step(engine, shape)
-    step = median_seconds(lambda: run_step(engine, shape), hw, 15)
+    one_step = functools.partial(run_step, engine, shape, context - 1)
+    one_step()
+    step = median_seconds(one_step, hw, 15)
     steps = case.tokens / rows
     if engine.cuda_graphs:
         return {"prefill": prefill, "decode": steps * step}, step
@@ -89,9 +93,8 @@ def engine_figures(case, engine, rate, hw, log):
     nominal = hw.bandwidth * 1e12 if hw.bandwidth else bandwidth
     mbu = decode * bandwidth / nominal / seconds
     floor = decode * in_flight / case.tokens
-    context = int(prompt_tokens + case.new / 2)
-    shape = engine.runner.step_shape([context] * in_flight)                   # in the middle of a run
-    parts, step = split_time(case, engine, shape, hw)
+    middle = int(prompt_tokens + case.new / 2)                   # of a run
+    parts, step = split_time(case, engine, middle, in_flight, hw)
     parts["host"] = seconds - sum(parts.values())
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
     log(f"{rate / limit:.0%} of the limit of {limit:,.0f}, MBU {mbu:.0%}; {engine.format}; {shares}; "

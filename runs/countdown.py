@@ -110,10 +110,11 @@ def read_teachers(path):
 
 
 def answers(path):
-    """Return {model: {question: its samples}} from a file of eval.py --output=."""
+    """Return {model: {question: its samples}} from a file of eval.py --output=, which has a line a sample."""
     by_model = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        by_model.setdefault(Path(line["model"]).name, {})[line["question"]] = line["samples"]
+        of_model = by_model.setdefault(Path(line["model"]).name, {})
+        of_model.setdefault(line["question"], []).append(line)
     return by_model
 
 

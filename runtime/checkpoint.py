@@ -265,12 +265,8 @@ def loading(subject):
 def weights_of(model):
     """Return {name: tensor} of the weights in a checkpoint: all; with adapters, whose run has the frozen
     parameters in base.safetensors, all others."""
-    weights = model.state_dict()
-    if adapters(model):
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                del weights[name]
-    return weights
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad} if adapters(model) else ()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def base_of(model):

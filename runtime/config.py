@@ -92,6 +92,9 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
         given = choose_start(given, run)
     values = defaults | given
     init_from = values.get("init_from", "scratch")
+    if init_from == "resume" and "out_dir" not in defaults:
+        raise BadInput("--init_from=resume is for train.py and grpo.py: name a model here; the same "
+                       "datagen.py command goes on with its --output=.")
     if init_from == "resume":
         values = resumed(Config, defaults, given, frozen, may_restart=bool(claim))
     elif init_from != "scratch" and saved_of:

@@ -252,10 +252,8 @@ def choose_attention(attention, device, capability, dtype, fixed_shapes):
     kind = device.partition(":")[0]
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
-    if attention == "auto" and kind == "cpu" and dtype == "bf16":
-        return "math", ["math"]                               # faster, see ops.ATTENTION
-    if attention == "math":
-        return "math", ["math"]
+    if attention == "math" or attention == "auto" and kind == "cpu" and dtype == "bf16":
+        return "math", ["math"]              # on a CPU in bf16 faster, see ops.ATTENTION
     if kind != "cuda":
         return "sdpa", ["sdpa"]
     shared = shares_heads(capability, DTYPES[dtype]) and attention != "efficient"

@@ -132,16 +132,12 @@ class Log:
         if not self.main:
             return
         self.write_line(values)
-        numbers = {}
-        for name, value in values.items():
-            if isinstance(value, int | float) and name != "step":
-                numbers[name] = value
-        if numbers:
-            numbers = {grouped(name): value for name, value in numbers.items()}
-            for name, value in numbers.items() if self.board else ():
-                self.board.add_scalar(name, value, values["step"])
-            if self.wandb_run:
-                self.wandb_run.log(numbers, step=values["step"])
+        numbers = {grouped(name): value for name, value in values.items()
+                   if isinstance(value, int | float) and name != "step"}
+        for name, value in numbers.items() if self.board else ():
+            self.board.add_scalar(name, value, values["step"])
+        if numbers and self.wandb_run:
+            self.wandb_run.log(numbers, step=values["step"])
         for finding in self.doctor.look(values) if self.doctor else ():
             self.write_line({"step": values["step"], "finding": finding.as_json()})
             self.say(f"! {finding}")

@@ -117,22 +117,19 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     dtype fp32 Muon uses fp32 on a CPU.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hidden = set()
-    for name, p in trained.items():
-        if name.startswith("blocks.") and p.ndim == 2 and ".lora_" not in name:
-            hidden.add(name)
+    hidden = {name for name, p in trained.items() if optimizer == "muon" and name.startswith("blocks.")
+              and p.ndim == 2 and ".lora_" not in name}
 
     def group(names, decay):
         return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay,
                 "lr_scale": 1}               # times the schedule's learning rate
 
-    muon = optimizer == "muon"
-    by_adamw = set(trained) - hidden if muon else set(trained)
+    by_adamw = trained.keys() - hidden
     matrices = {name for name in by_adamw if trained[name].ndim >= 2}
     groups = [group(matrices, weight_decay), group(by_adamw - matrices, 0.0)]
     groups = [g for g in groups if g["params"]]
     optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)]
-    if muon and hidden:
+    if hidden:
         optimizers.append(Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum))
         if hardware:
             optimizers[-1].in_fp32 = hardware.dtype == "fp32"

@@ -167,14 +167,9 @@ def gathered_bytes(model, dtype):
     gradients of one block, or with sum_locally of all."""
     if not distributed.is_spread(model):
         return 0
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    dtype = torch.float32 if has_frozen_weights(model) else dtype
-    return gathered(model, dtype, sum(sizes) if model.sum_locally else 0)
-
-
-def gathered(model, dtype, kept_gradients=0):
-    """Compute gathered_bytes for any model, for example on the meta device."""
-    itemsize = 2 if dtype == torch.bfloat16 else 4
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kept_gradients = trained if model.sum_locally else 0
+    itemsize = 2 if dtype == torch.bfloat16 and not has_frozen_weights(model) else 4
     block = sum(p.numel() for p in model.blocks[0].parameters())
     others = sum(p.numel() for p in model.parameters()) - len(model.blocks) * block
     return itemsize * (2 * block + others) + 4 * max(block, others, kept_gradients)

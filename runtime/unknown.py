@@ -91,7 +91,8 @@ def answer_to_option(key, source, fields):
         if name in theirs.split():
             return f"{source} is not an option: {sentence}."
     for option in [name, *ours]:
-        *others, last = scripts_with(option.partition("=")[0]) or [None]
+        plain = option.partition("=")[0]
+        *others, last = [f"{script}.py" for script in SCRIPTS if plain in options_of(script)] or [None]
         if last:
             who = f"{', '.join(others)} and {last} have" if others else f"{last} has"
             return f"{source} is not an option here: {who} --{option}."
@@ -106,11 +107,6 @@ def names_here(name):
         if name in theirs or name in [option.partition("=")[0] for option in ours]:
             return ours
     return []
-
-
-def scripts_with(option):
-    """Return the scripts, such as train.py, that have an option."""
-    return [f"{script}.py" for script in SCRIPTS if option in options_of(script)]
 
 
 @cache

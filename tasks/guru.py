@@ -12,10 +12,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tasks import _numbers, _questions
+from tasks import _numbers, _questions, gym
 
 INSTRUCTION = "Think step by step. Then give the answer alone within <answer></answer>."
-ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
 FORM = "one of GURU's, with data_source, prompt [{role, content}] and reward_model.ground_truth"
 BOXED = re.compile(r"\\boxed\s?\{")
 EXECUTED = ("codegen", "livecodebench", "humaneval", "mbpp", "leetcode", "taco", "primeintellect", "ifeval")
@@ -91,7 +90,7 @@ def documents(split, argument=None):
 
 def answer_of(completion):
     """Return a completion's answer: the first <answer></answer>, else the last \\boxed{}, else ""."""
-    found = ANSWER.search(completion)
+    found = gym.ANSWER.search(completion)
     if found:
         inside = found[1].strip()
         return boxed(inside) if BOXED.match(inside) and inside.endswith("}") else inside
@@ -109,17 +108,12 @@ def boxed(text):
     return ""
 
 
-def plain(text):
-    """Return a text without case, spaces, quotation marks, TeX wrapping and a final full stop."""
-    text = _numbers.normal(_numbers.unwrapped(text)).casefold()
-    return re.sub(r"[\s'\"]", "", text).removesuffix(".")
-
-
 def reward(question, completion):
     answer = answer_of(completion[:_numbers.LONGEST_TEXT])
     right = _numbers.number(question["answer"])
     if right is not None:
         correct = _numbers.number(answer) == right
     else:
-        correct = bool(answer) and plain(answer) == plain(question["answer"])
+        said, wanted = (gym.plain(_numbers.unwrapped(text)) for text in (answer, question["answer"]))
+        correct = bool(answer) and said == wanted
     return float(correct), {"answered": bool(answer), "correct": correct}

@@ -91,6 +91,7 @@ COUNTED = re.compile(rf"\b({'|'.join(COUNTS)})\s{{1,3}}({UNIT})", re.IGNORECASE)
 FORM = "[question, answer] with a number for an answer"       # of a file's rows
 WRONG = 0.2                          # share of documents with a wrong step
 MOSTLY_WRONG = 0.7                   # share for the conversions with a common mistake, one in five
+MISTAKES = ("ratio", "inverse", "digit", "point")     # kinds of wrong step of the other conversions
 
 
 def check(argument):
@@ -274,19 +275,21 @@ def mistaken(frm, to, level):
     return problems(level)[size_of(frm)[0]].index((frm, to)) % 5 == 2
 
 
-def document(question, rng):
-    """Return a document, perhaps with a wrong step."""
+def document(question, rng, kinds=MISTAKES, parts=None, changed=str):
+    """Return a document, perhaps with a wrong step of one of the kinds. parts: see solution; changed: a
+    function of the completion."""
     frm, to, level = (question[key] for key in ("from", "to", "level"))
     common = mistaken(frm, to, level)
     if rng.random() >= (MOSTLY_WRONG if common else WRONG):
-        return _questions.document(question, solution(question))
-    if common:                               # always the same mistake
-        wrong = wrong_solution(question, random.Random(f"{frm} {to}"), ("ratio", "inverse"))
-        return _questions.document(question, wrong)
-    return _questions.document(question, wrong_solution(question, rng))
+        text = solution(question, parts)
+    elif common:                             # always the same mistake
+        text = wrong_solution(question, random.Random(f"{frm} {to}"), ("ratio", "inverse"), parts)
+    else:
+        text = wrong_solution(question, rng, kinds, parts)
+    return _questions.document(question, changed(text))
 
 
-def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point"), parts=None):
+def wrong_solution(question, rng, kinds=MISTAKES, parts=None):
     """Return a solution with one wrong step and an answer that is off by more than 0.1%. parts: see
     solution."""
     parts = question["level"] == 1 if parts is None else parts

@@ -62,13 +62,7 @@ def document(question, rng):
     """Return a document of unit_conversion, or one that calls the calculator."""
     if rng.random() >= SHARE:
         return plain.document(question, rng)
-    frm, to, level = (question[key] for key in ("from", "to", "level"))
-    common = plain.mistaken(frm, to, level)
-    if rng.random() >= (plain.MOSTLY_WRONG if common else plain.WRONG):
-        return _questions.document(question, solution(question))
-    slip = random.Random(f"{frm} {to}") if common else rng
-    wrong = plain.wrong_solution(question, slip, ("ratio", "inverse"), parts=False)
-    return _questions.document(question, with_calls(wrong))
+    return plain.document(question, rng, ("ratio", "inverse"), False, with_calls)
 
 
 def reward(question, completion):

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"          # before PyTorch is imported: two workers share two cores
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")         # hardware.ignore_alignment, before any product
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")          # else it starts processes that import PyTorch
 
 import forked
 
@@ -25,12 +27,18 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size":
         "eval_interval": 10, "save_interval": 10, "log_interval": 1, "warmup_steps": 2, "eval_tokens": 640}
 
 
+LONGEST = ("countdown_ladder.py", "models.py::test_the_scripts_of_a_real", "shakespeare.py", "micro.py", "train.py::test_killed",
+           "notebook.py::test_the_whole", "docs.py::test_a_newcomer", "slurm.py")
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests of tests/slow.txt, each of which takes seconds (see `pytest --durations=0`), as slow."""
     slow = {*(ROOT / "tests" / "slow.txt").read_text().split("\n")}
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+    # long ones first, or one worker ends with them alone; the sort keeps the tests of a module together
+    items.sort(key=lambda item: not any(item.nodeid.startswith(f"tests/test_{name}") for name in LONGEST))
 
 
 @pytest.fixture
@@ -72,10 +80,14 @@ def environment(**extra):
 
 
 def run(out_dir, text, ranks=1, env=None, **options):
-    """Return the finished process of a tiny training run on the text."""
+    """Return what subprocess.run would of a tiny training run on the text, in this process if it can be."""
     options = {"dataset": text, "data_dir": Path(text).parent / "tokens"} | options
-    return forked.run(command(out_dir, ranks, **options), env=environment(**(env or {})), capture_output=True,
-                      text=True, timeout=120)
+    line = command(out_dir, ranks, **options)
+    alone = {"script", "num_workers"} & options.keys() or options.get("device") == "cuda"
+    if ranks == 1 and env is None and not alone:
+        import train
+        return called(train.main, line[2:])
+    return forked.run(line, env=environment(**(env or {})), capture_output=True, text=True, timeout=120)
 
 
 def trained(out_dir, text, **options):
@@ -85,8 +97,8 @@ def trained(out_dir, text, **options):
     return done
 
 
-def in_process(main, argv, code=0):
-    """Run a script's main in this process, which saves importing torch. Return its output and its errors."""
+def called(main, argv):
+    """Run a script's main in this process, which saves 2 s of a fork. Return what subprocess.run would."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -95,8 +107,14 @@ def in_process(main, argv, code=0):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert ended.value.code == code, out.getvalue()[-3000:] + err.getvalue()
-    return out.getvalue(), err.getvalue()
+    return subprocess.CompletedProcess(argv, ended.value.code, out.getvalue(), err.getvalue())
+
+
+def in_process(main, argv, code=0):
+    """Run a script's main in this process. Return its output and its errors."""
+    done = called(main, argv)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr
+    return done.stdout, done.stderr
 
 
 def wait_for(condition, seconds=60):

@@ -6,6 +6,7 @@ signals. Tests of the start itself (imports, torchrun's restarts, shell scripts)
 """
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import operator
@@ -28,7 +29,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.rendezvous",
-                               "safetensors.torch", "regex"])
+                               "safetensors.torch", "regex", "torch.distributed.fsdp", "torch.distributed.tensor",
+                               "torch._subclasses.fake_tensor"])
 
 
 # --- in the new process ---
@@ -45,6 +47,7 @@ class Inherited:
 
 def be_program(arguments, env, cwd, fds, new_session):
     """Run `python *arguments` in this process."""
+    gc.freeze()                              # a collection would look at, and copy, what PyTorch's import made
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)             # under nohup the tests ignore it, and so would the program

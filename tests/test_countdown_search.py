@@ -17,10 +17,13 @@ import grpo
 import tasks
 import train
 from conftest import ROOT, environment
+from rollouts.pipeline import Completion
+from rollouts.records import record_of
 from runtime import config
 from runtime.config import BadInput
 from runs import countdown as runs_countdown
 from tasks import countdown_search
+from tasks._pool import Grade
 from text.tokenizer import Tokenizer
 
 SPECS = ["countdown_search", "countdown_search:4,50,640"]
@@ -252,9 +255,10 @@ def ladder(tmp_path):
             if model != "base":
                 rows[-1] |= {"difference": 0.25, "difference_low": -0.1, "difference_high": 0.5}
             for i, flag in enumerate(flags):
-                samples = [{"completion": f"{model} writes\nanswer: {i}.", "score": float(flag and k == 0), "parts": {}, "error": None}
-                           for k in range(1 if name == "greedy" else 8)]
-                lines.append({"model": f"out/{model}", "question": f"problem {i}", "answer": str(i), "samples": samples})
+                for k in range(1 if name == "greedy" else 8):
+                    completion = Completion([], [5], [-1.0], True, {"question": f"problem {i}", "answer": str(i)}, i, k,
+                                            f"{model} writes\nanswer: {i}.", Grade(float(flag and k == 0), {}, "", None))
+                    lines.append({"model": f"out/{model}"} | record_of(completion))          # as eval.py writes them
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "teachers.json").write_text(json.dumps({"questions": 4, "solve": {"one": 0.25}, "together": 0.25, "together_in_twice_the_room": 0.5,

@@ -242,6 +242,11 @@ def test_a_record_that_was_changed_is_refused(made):
             examples.row_of(json.dumps(json.loads(line) | {key: value}), "number")
 
 
+def test_resume_is_no_model():
+    with pytest.raises(BadInput, match="name a model here; the same datagen.py command goes on"):
+        datagen.main(["--init_from=resume", "--task=unit_conversion"])
+
+
 def test_a_header_that_was_changed_is_refused(tmp_path):
     log = datagen.Attempts(tmp_path / "rft.json", HEADER, False).path
     log.write_text(log.read_text().replace("{} is", "{} it"))

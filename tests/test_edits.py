@@ -3,7 +3,6 @@ beside the adapters, a term of the loss, a learning rate of a parameter group.""
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -191,7 +190,7 @@ def test_a_buffer_of_the_model_is_sharded_with_its_weights(tmp_path):
         model = GPT(config) if distributed.is_main() else on_meta(config)
         assert parallel.shard(model, hw, "fsdp").gain == 3 and model.head.weight.to_local().shape == (32, 16)
         """), "sharded.py")
-    done = subprocess.run([*forked.TORCHRUN, "--nproc_per_node=2", script], capture_output=True, text=True, env=environment())
+    done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", script], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
 
 

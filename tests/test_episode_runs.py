@@ -2,13 +2,13 @@
 import json
 import random
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import forked
 import hub
 import tasks
 from conftest import ROOT, environment, flags, weights
@@ -260,7 +260,7 @@ def test_an_environments_text_is_text(tmp_path):
 # --- files and commands ---
 
 def command(script, *arguments):
-    done = subprocess.run([sys.executable, ROOT / script, *map(str, arguments)], env=environment(), capture_output=True, text=True)
+    done = forked.run([sys.executable, ROOT / script, *map(str, arguments)], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

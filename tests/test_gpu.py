@@ -42,12 +42,12 @@ def off(ours, reference, at_least=0.0):
 def test_reinforcement_learning_climbs(knobs, tmp_path, text, card):
     """In bf16, GRPO with LoRA once fell where fp32 rose, though losses and gradients agreed with the CPU's."""
     knobs = dict(compile=False) | knobs
-    trained(tmp_path / "base", text, learning_rate=0.02, device=card.type, compile=knobs["compile"])
+    trained(tmp_path / "base", text, learning_rate=0.02, device=card.type, compile=False)
     (tmp_path / "letters.py").write_text(TASK)
     options = GRPO | dict(init_from=tmp_path / "base", task=tmp_path / "letters.py", max_steps=30, k_samples=8, dtype="bf16", device=card.type)
     line = command(tmp_path / "run", script="grpo.py", defaults=options, **knobs)
     done = forked.run(line, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0 and "torch.compile failed" not in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     rewards = [*metrics(tmp_path / "run", "reward").values()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2, rewards
 

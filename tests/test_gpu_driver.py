@@ -5,11 +5,13 @@ import shlex
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
 
 import bench
+import forked
 from conftest import ROOT
 from measure.synthetic import SHAPES
 from measure.training import shape_options
@@ -44,6 +46,12 @@ def measured(monkeypatch, path, *stages, argv=()):
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)         # those of pytest stay
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Stages start as forks of a process that has imported PyTorch."""
+    monkeypatch.setattr(run, "subprocess", types.SimpleNamespace(**vars(subprocess) | {"Popen": forked.Popen}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -164,7 +172,7 @@ def test_broken(broken):
     assert "| test_some | test_wrong[2] | **failed**: AssertionError: x is small |" in said and "test_nothing" not in said
 
 
-def test_real_stages(monkeypatch, tmp_path, capsys):
+def test_real_stages(forks, monkeypatch, tmp_path, capsys):
     """The card's, the kernels' and some of the tests that are marked gpu, on the CPU."""
     monkeypatch.setenv("NANORFT_GPU_TESTS_ON", "cpu")
     card, correctness, attention = (next(stage for stage in run.STAGES if stage.name == name) for name in ("card", "correctness", "attention"))
@@ -186,7 +194,7 @@ def test_real_stages(monkeypatch, tmp_path, capsys):
     assert "| attention | math |" in capsys.readouterr().out
 
 
-def test_speeds(monkeypatch, tmp_path, capsys):
+def test_speeds(forks, monkeypatch, tmp_path, capsys):
     """bench.py's figures, one run beside another: two runs of the same steps have the same loss."""
     small = {
         "train": "--n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=2 --gradient_accumulation_steps=1 --steps=1 "

@@ -27,6 +27,7 @@ import hub
 import train
 from conftest import ROOT, environment, flags, in_process, largest_difference, metrics, trained, unknown, wait_for, weights
 from engine import Engine, Request, Sample
+from layers.logprobs import chunk_logprobs
 from model import GPT, GPTConfig, IGNORE
 from rollouts import records, pipeline as rollout, questions
 from rollouts.batch import micro_batches, padded
@@ -385,6 +386,14 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
         results.append([logp.detach(), entropy.detach(), *(p.grad for p in model.parameters())])
     for one, many in zip(*results):
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6 * max(1.0, one.abs().max().item()))
+
+
+def test_autocast_rounds_no_entropy():
+    logits, y = torch.randn(7, 100), torch.arange(7)
+    outside = chunk_logprobs(logits, y, 100, None, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = chunk_logprobs(logits, y, 100, None, 1.0)
+    assert all(same.dtype == torch.float32 and torch.equal(same, exact) for same, exact in zip(inside, outside, strict=True))
 
 
 def test_logprobs_of_no_target_are_zeros_that_can_be_differentiated():
@@ -826,7 +835,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, let
 def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(base, letters, tmp_path):
     out = tmp_path / "a"
     start = [*forked.TORCHRUN, "--nproc_per_node=2", *command(out, base, letters, max_steps=100_000)[1:]]
-    process = subprocess.Popen(start, env=environment(), stdout=subprocess.DEVNULL)
+    process = forked.Popen(start, env=environment(), stdout=subprocess.DEVNULL)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 1)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)

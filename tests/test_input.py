@@ -45,6 +45,8 @@ def whole(tmp_path_factory):
     """A run folder of adapters beside a model, and one of all its weights."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("runs")
+    text = folder / "sums.txt"
+    text.write_text("1 + 1 = 2\n" * 500)
     model, about = GPT(GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16)), {"tokenizer": Tokenizer("bytes").describe()}
     for name, rank in (("run", 0), ("adapted", 2)):
         lora, state = {"rank": 2, "alpha": None, "linears": ["qkv"]} if rank else None, {"optimizer": "muon"}
@@ -52,7 +54,7 @@ def whole(tmp_path_factory):
             (folder / name).mkdir()
             checkpoint.save_base(folder / name, model.state_dict())
             add_lora(model, **lora)
-        knobs = dataclasses.asdict(train.Config(n_layer=1, n_head=2, n_embd=16, block_size=64, lora_rank=rank, dataset="task:arithmetic"))
+        knobs = dataclasses.asdict(train.Config(n_layer=1, n_head=2, n_embd=16, block_size=64, lora_rank=rank, dataset=str(text), data_dir=str(folder / "data")))
         checkpoint.save(folder / name, 4, adapters(model) or model.state_dict(), state, {}, 1.0, config=knobs)
         (folder / name / "model.json").write_bytes(config.seal(about | {"architecture": dataclasses.asdict(model.config), "lora": lora}))
         (folder / name / "config.json").write_bytes(config.seal(knobs))

@@ -45,7 +45,7 @@ def test_told_to_end_the_ranks_save_and_the_job_is_queued_again_and_goes_on(tmp_
     process.communicate(timeout=60)
     stopped = int(re.search(r"Stopped as asked after step (\d+), and saved", log.read_text())[1])
     assert (tmp_path / "asked").read_text() == "requeue 7\n" and process.returncode != 0
-    again = subprocess.run(command(tmp_path, text, max_steps=stopped + 2), env=cluster | {"SLURM_RESTART_COUNT": "1"}, capture_output=True,
+    again = subprocess.run(command(tmp_path, text, max_steps=stopped + 2), env=cluster | {"SLURM_RESTART_COUNT": "1", "SLURM_GPUS_ON_NODE": "1"}, capture_output=True,
                            text=True, timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"step {stopped + 2}/{stopped + 2}" in log.read_text() and f"steps {stopped} to {stopped + 2}" in log.read_text()

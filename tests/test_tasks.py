@@ -116,7 +116,7 @@ def test_no_validation_question_is_in_the_training_text_in_any_phrasing(parsed):
 @pytest.mark.parametrize("spec", GENERATED[1:])
 def test_documents_are_questions_with_their_worked_answers(spec, monkeypatch):
     monkeypatch.setattr(_questions, "N_DOCUMENTS", {"train": 3000, "valid": 300})
-    task, right = tasks.load(spec), 0
+    task = tasks.load(spec)
     train, valid = task.documents("train"), task.documents("valid")
     for text in train + valid:
         prompt, newline, completion = text.partition("\nReasoning: ")     # a question may have lines of its own
@@ -125,9 +125,6 @@ def test_documents_are_questions_with_their_worked_answers(spec, monkeypatch):
     heard, held_out = ({text.partition("\nReasoning: ")[0][10:] for text in texts} for texts in (train, valid))
     assert (len(train), len(valid)) == (3000, 300) and not heard & held_out
     assert not heard & {q["question"] for q in task.questions("test")}
-    for q in task.questions("train", n=200):
-        right += task.verified(*task.reward(q, task.solution(q)))
-    assert right == 200
 
 
 @pytest.mark.parametrize("spec", GENERATED)
@@ -178,8 +175,7 @@ def test_gold_is_paid_in_full(spec, stories):
     questions = task.questions("train", n=1500 if spec == "stories" else 2000)
     for q in questions:
         solution = task.solution(q)
-        assert task.verified(*task.reward(q, solution)) and solution.endswith(task.stop), (q, solution)
-    assert all(task.signature(task.solution(q)) for q in questions)
+        assert task.verified(*task.reward(q, solution)) and solution.endswith(task.stop) and task.signature(solution), (q, solution)
 
 
 @pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "stories"])

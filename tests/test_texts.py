@@ -253,8 +253,8 @@ def from_hub(name, repositories, tmp_path, **kw):
             "try: print(json.dumps(prepared(sys.argv[1], Path(sys.argv[2]), **json.loads(sys.argv[3]))))\n"
             "except BadInput as e: print(json.dumps(str(e)))")
     with local_hub.serve(repositories) as url:
-        done = subprocess.run([sys.executable, "-c", code, name, str(tmp_path), json.dumps(kw)], capture_output=True, text=True,
-                              timeout=120, cwd=ROOT, env=local_hub.environment(url, tmp_path / "home"))
+        done = forked.run([sys.executable, "-c", code, name, str(tmp_path), json.dumps(kw)], capture_output=True, text=True,
+                          timeout=120, cwd=ROOT, env=local_hub.environment(url, tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -139,8 +139,8 @@ def test_sigterm_to_the_whole_group_with_loader_processes_saves_too(tmp_path, te
 
 def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(tmp_path, text):
     out = tmp_path / "a"
-    process = subprocess.Popen(command(out, ranks=2, dataset=text, data_dir=tmp_path, max_steps=100_000, batch_size=4,
-                                       save_interval=10**6, eval_interval=10**6), env=environment(), stdout=subprocess.PIPE)
+    process = forked.Popen(command(out, ranks=2, dataset=text, data_dir=tmp_path, max_steps=100_000, batch_size=4,
+                                   save_interval=10**6, eval_interval=10**6), env=environment(), stdout=subprocess.DEVNULL)
     wait_for(lambda: (out / "metrics.jsonl").exists() and metrics(out))
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
     subprocess.run(["kill", "-TERM", children[-1]])

@@ -403,13 +403,9 @@ def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size
     Windows start `stride` tokens apart (None: block_size, no overlap). Targets in an overlap are IGNORE in
     the later window, as are positions past the end of the text, so that all batches have the same shape.
     """
-    predicted = len(tokens) - 1
-    if limit is not None:
-        predicted = min(limit, predicted)
+    predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
     stride = stride or block_size
-    n_windows = 0
-    if predicted > 0:
-        n_windows = 1 + -(-max(0, predicted - block_size) // stride)
+    n_windows = 1 + -(-max(0, predicted - block_size) // stride) if predicted > 0 else 0
     windows = range(rank, n_windows, world_size)
     for first in range(0, len(windows), batch_size):
         x = np.zeros((batch_size, block_size), dtype=np.int64)

@@ -64,12 +64,9 @@ def mean_flops(model, dataset, micro_batch):
 
 def number_of_steps(cfg, dataset):
     """Return the number of optimizer steps of the whole run."""
-    limits = []
-    if cfg.max_steps is not None:
-        limits.append(cfg.max_steps)
+    limits = [] if cfg.max_steps is None else [cfg.max_steps]
     if cfg.num_epochs is not None or not (is_text(dataset) or limits):
-        num_epochs = 3 if cfg.num_epochs is None else cfg.num_epochs
-        limits.append(math.ceil(num_epochs * dataset.steps_per_epoch))
+        limits.append(math.ceil((cfg.num_epochs or 3) * dataset.steps_per_epoch))
     return max(1, min(limits or [300]))
 
 
