@@ -7,6 +7,7 @@ signals. Tests of the start itself (imports, torchrun's restarts, shell scripts)
 import atexit
 import contextlib
 import gc
+import json
 import multiprocessing
 import multiprocessing.connection
 import operator
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
@@ -185,6 +187,55 @@ def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=N
     codes = [process.returncode for process in processes]
     code = codes[0] if len(codes) == 1 else int(any(codes))
     return subprocess.CompletedProcess(command, code, *output)
+
+
+# A `python` for shell scripts: it passes its arguments, environment, folder and open files on to `answer`.
+CLIENT = """#!{python} -ISB
+import json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect({address!r})
+    job = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+    socket.send_fds(client, [len(job).to_bytes(4, "big")], [0, 1, 2])
+    client.sendall(job)
+    pid = int.from_bytes(client.recv(4, socket.MSG_WAITALL), "big")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    sys.exit(int.from_bytes(client.recv(4, socket.MSG_WAITALL), "big"))
+"""
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Yield the path of a `python` for shell scripts, whose programs are forks."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/socket"
+        path = Path(folder, "python")
+        path.write_text(CLIENT.format(python=sys.executable, address=address))
+        path.chmod(0o755)
+        listener.bind(address)
+        listener.listen()
+        threading.Thread(target=accept, args=[listener], daemon=True).start()
+        yield str(path)
+
+
+def accept(listener):
+    with contextlib.suppress(OSError):       # it is closed
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=answer, args=[connection], daemon=True).start()
+
+
+def answer(connection):
+    with connection:
+        length, fds, *_ = socket.recv_fds(connection, 4, 3)
+        arguments, env, cwd = json.loads(connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL))
+        stdin, stdout, stderr = (os.fdopen(fd, "r+b", buffering=0, closefd=False) for fd in fds)
+        process = Popen([sys.executable, *arguments], env, cwd, stdin, stdout, stderr)
+        for fd in fds:
+            os.close(fd)
+        connection.sendall(process.pid.to_bytes(4, "big"))
+        code = process.wait()
+        connection.sendall((code if code >= 0 else 128 - code).to_bytes(4, "big"))
 
 
 def ranks_of(n, nodes=1):

@@ -6,13 +6,13 @@ import re
 import shlex
 import stat
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 import datagen
 import eval as evaluation
+import forked
 import grpo
 import tasks
 import train
@@ -320,13 +320,19 @@ def script(*flags, **env):
     return subprocess.run(["bash", ROOT / "runs/countdown.sh", *flags], env=environment(**env), capture_output=True, text=True)
 
 
+@pytest.fixture(scope="module")
+def fork():
+    with forked.interpreter() as python:
+        yield python
+
+
 @pytest.fixture
-def climbed(tmp_path):
+def climbed(tmp_path, fork):
     """A function: flags of the script -> what its stages were asked for, [(name, knobs and models)]; and what it printed."""
     python = tmp_path / "python"             # notes what it is asked for, and leaves what the script looks for
     python.write_text(f'''#!/bin/sh
 case "$1 $2" in
-    -c*) exec {sys.executable} "$@" ;;
+    -c*) exec {fork} "$@" ;;
     *) for word in "$@"; do printf "%s\\t" "$word"; done >> {tmp_path}/asked; echo >> {tmp_path}/asked; echo a table; echo a trace > {tmp_path}/out/traces.txt
        case "$*" in *datagen.py*) echo "[]" > {tmp_path}/out/rft.json ;; *eval.py*) exit ${{FAILS:-0}} ;; esac ;;
 esac

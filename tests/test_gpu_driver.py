@@ -46,6 +46,7 @@ def measured(monkeypatch, path, *stages, argv=()):
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)         # those of pytest stay
+    run.has_network.cache_clear()
 
 
 @pytest.fixture
@@ -332,6 +333,30 @@ def test_a_stage_that_is_repeated_takes_the_one_beside_along(monkeypatch, tmp_pa
         assert code == 1
     assert [(line["stage"], line["status"]) for line in run.read_runs(path)[1]] == [
         ("card", "ok"), ("eager", "ok"), ("compiled", "failed"), ("first", "ok")]
+
+
+def test_pytest_s_results_are_kept_when_it_is_killed():
+    head = "tests/test_gpu.py::test_"
+    lines = [f"{head}a[bf16-1 x] PASSED   [ 25%]", f"{head}b SKIPPED (no CUDA GPU here) [ 50%]", f"{head}c FAILED [ 75%]", f"{head}d "]
+    assert run.checks_of_tests(lines) == [outcome("tests", figures={"tests": "1 passed, 1 skipped, 1 failed"}), outcome(f"{head}c", "failed", error="its message was lost")]
+    assert run.checks_of_tests(["collecting ..."]) == []
+
+
+def test_a_failed_compilation_is_a_failed_check(monkeypatch, tmp_path):
+    stages = []
+    for name, options in (("asked", "--compile=true"), ("config", "--stage=train"), ("eager", "--stage=train --compile=false")):
+        told = outcome(name, figures={"tokens_per_s": 1.0, "settings": {"compile": False}})
+        stages.append(Stage(name, f"{telling(told)} {options}", 0, 20))
+    code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", *stages)
+    assert code == 1 and [line["status"] for line in lines] == ["ok", "failed", "failed", "ok"]
+    assert lines[1]["error"] == "torch.compile failed, and training went on without"
+
+
+def test_a_pipeline_that_was_stopped_leaves_the_figures_of_its_runs(tmp_path):
+    for name, line in (("sft", {"step": 1, "loss": 2.0}), ("grpo", {"step": 1, "reward": 0.5})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert run.checks_of_folder(tmp_path) == [outcome("grpo", figures={"reward": 0.5}), outcome("sft", figures={"loss": 2.0})]
 
 
 def test_a_quarter_of_an_hour_decides_what_changed():

@@ -370,8 +370,9 @@ def test_a_chat_model_is_told_the_instruction_wherever_it_is_asked_or_trained(so
 
 
 def shell(script, *arguments):
-    done = subprocess.run(["bash", ROOT / "runs" / script, *map(str, arguments)], env=environment(PYTHON=sys.executable),
-                          capture_output=True, text=True)
+    with forked.interpreter() as python:
+        done = subprocess.run(["bash", ROOT / "runs" / script, *map(str, arguments)], env=environment(PYTHON=python),
+                              capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,7 +1,6 @@
 """Texts from .jsonl, .parquet, folders and the hub come out as the documents that went in."""
 import json
 import ssl
-import subprocess
 import sys
 import time
 import urllib.error

@@ -230,10 +230,11 @@ def checks_of_tests(printed):
     counts = [re.fullmatch(r"=+ (\d+ .*) in [\d.]+s.* =+", line) for line in printed]
     counts = [found[1] for found in counts if found]
     if not counts:                           # it was killed
-        ended = [re.match(r"(\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)\s*(?:\[|$)", line) for line in printed]
+        ended = [re.match(r"(\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)\b", line) for line in printed]
         results = Counter(found[2].lower() for found in ended if found)
         counts = [", ".join(f"{n} {result}" for result, n in results.items())] if results else []
-        checks = [outcome(found[1], "failed") for found in ended if found and found[2] in ("FAILED", "ERROR")]
+        checks = [outcome(found[1], "failed", error="its message was lost") for found in ended
+                  if found and found[2] in ("FAILED", "ERROR")]
     return [outcome("tests", figures={"tests": text}) for text in counts] + checks
 
 
