@@ -163,7 +163,8 @@ class Comparison:
             self.state |= config.read_json(self.path, "restore it, or choose another --out_dir=")
             self.state["draws"] += cfg.fresh
         seed = answers.seed_of(self.out.name, self.state["draws"])
-        self.questions, self.asked = answers.draw_questions(cfg.task, cfg.questions, seed, self.out)
+        drawn = answers.draw_questions(cfg.task, cfg.questions, seed, self.out, cfg.exact)
+        self.questions, self.asked = drawn
         self.first_seed = 0
         self.files = {}                      # {arm: files of answers by seed}
         self.folders = set()                 # of all runs
@@ -335,11 +336,11 @@ def main(argv):
     what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
     print("\n".join([*sentences, f"({what}; {note}.)"]))
 
-    answers.draw(runs.path.with_suffix(".png"), what, compared)
     means = {arm: {name: float(of.mean()) for name, of in own.items()} for arm, own in shares.items()}
     rows = [{"arm": arm, "reference": reference} | one for (arm, reference), one in compared.items()]
     runs.save(verdict=sentences, note=f"{what}; {note}", means=means, seconds=seconds, comparisons=rows,
               experiment=asdict(cfg), cpu=cpu_name(), commit=git_commit())
+    answers.draw(runs.path.with_suffix(".png"), what, compared)
     print(f"All figures: {runs.path}")
     return 0
 

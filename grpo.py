@@ -130,7 +130,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
                                              # completion is an error and is not trained on
     tokenizer: str | None = None             # of a model without tokenizer.json: gpt2, bytes, or a folder
-    # speed: bench.py --ladder measures the gain of each
+    # speed: bench.py --stage=... --ladder measures the gain of each
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit
     cuda_graphs: bool = True                 # CUDA graphs in sampling

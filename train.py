@@ -114,7 +114,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
                                              # the question; None: datagen.py's, or the task's
     instruction: str | None = None           # examples in .json or of a task: system message of a chat model
     valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
-    # speed: bench.py --ladder measures the gain of each
+    # speed: bench.py --stage=... --ladder measures the gain of each
     loss_chunks: NonNegativeInt = 0          # chunks in which head and loss are computed; 0: by size
     num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # copy batches from page-locked memory, on a GPU

@@ -24,7 +24,8 @@ class History:
     def add(self, line):
         """Add a line. It replaces those of steps that were repeated after a crash."""
         if "config" in line:
-            self.config = line["config"]
+            first = self.config.get("init_from", line["config"].get("init_from"))    # later it is "resume"
+            self.config = line["config"] | ({"init_from": first} if first else {})
             self.settings = line.get("settings", {})
             self.facts = line.get("facts", {}) | self.facts      # keep the first ones when a run is resumed
         elif kind_of(line):
@@ -706,7 +707,7 @@ def low_mfu(run):
     if mfu is None or run.is_rl or mfu > 0.1 or run.facts.get("parameters", 0) < 5e7:
         return None
     return (f"MFU is {mfu:.1%}, far below bench.py's for a model of this size: raise --batch_size, use "
-            "--compile, and run `python bench.py --ladder` to see the effect of each option.")
+            "--compile, and run `python bench.py --stage=train --ladder` to see the effect of each option.")
 
 
 # --- data and options, of both ---

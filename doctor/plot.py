@@ -137,10 +137,11 @@ def draw(runs, x, output, figures=None, dpi=120):
     figure.savefig(output, dpi=dpi)
 
 
-def check_output(path):
-    """Raise BadInput if the file exists and matplotlib did not write it (it signs all formats but .jpg)."""
+def check_output(path, option="--output="):
+    """Raise BadInput if the file exists and matplotlib did not write it (it signs all formats but .jpg).
+    option: the one that names the file."""
     if Path(path).exists() and b"Matplotlib" not in Path(path).read_bytes():
-        raise config.would_overwrite(path, "a plot by matplotlib")
+        raise config.would_overwrite(path, "a plot by matplotlib", option)
 
 
 def main(argv):

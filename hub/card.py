@@ -18,7 +18,7 @@ def model_card(source, n_params):
     """Return the Markdown of a run's ModelSource: its command, and its figures at the exported step."""
     options = config.read_saved(source.folder)
     script = "grpo.py" if "k_samples" in options else "train.py"
-    given = {name: options[name] for name in SHOWN if options.get(name) not in (None, 0, "")}
+    given = {name: options[name] for name in SHOWN if options.get(name) not in (None, 0, "", "resume")}
     command = shlex.join(["python", script, *(f"--{name}={value}" for name, value in given.items())])
     measured = {}
     for line in read_lines(source.folder):

@@ -43,15 +43,21 @@ def placebo(spec, rate, folder):
 
 # --- questions ---
 
-def draw_questions(spec, n, seed, folder):
-    """Write n questions of the split test to folder/questions-SEED.jsonl, and return (path, [question])."""
+def draw_questions(spec, n, seed, folder, exact=False):
+    """Write n questions of the split test to folder/questions-SEED.jsonl, and return (path, [question]).
+    exact: the task must grade exact answers."""
     with task_errors():
-        questions = questions_of(tasks.load(spec), "test", n, seed)
+        task = tasks.load(spec)
+        drawn = questions_of(task, "test", n, seed, option="--questions")
+    if exact and not any("exact" in task.reward(question, "")[1] for question in drawn[:20]):
+        raise BadInput(f"--exact: {spec} tolerates no answer that is not exact: leave it out.")
+    texts = {question["question"]: question for question in reversed(drawn)}
+    questions = [*texts.values()][::-1]      # eval.py asks each text once
     path = folder / f"questions-{seed}.jsonl"
     content = "".join(json.dumps(question) + "\n" for question in questions).encode()
     if path.exists() and path.read_bytes() != content:
-        raise BadInput(f"{path} has other questions than {spec} draws now: give --fresh, or choose another "
-                       "--out_dir=.")
+        raise BadInput(f"{path} has other questions than {spec} draws now: choose another --out_dir= "
+                       "(compare.py: or give --fresh).")
     write_atomically(path, content)
     return path, questions
 
@@ -133,7 +139,7 @@ def print_table(num_samples, shares, compared, seconds):
 
 def draw(path, title, compared):
     """Draw the intervals of comparisons {(arm, reference): figures}; says so without matplotlib."""
-    plot.check_output(path)
+    plot.check_output(path, "--out_dir=")
     try:
         figure, axis = plot.one_panel(title, 9, 1.2 + 0.4 * len(compared))
     except ImportError as e:

@@ -29,13 +29,13 @@ def task_errors():
 
 
 @task_errors()
-def questions_of(task, split, n, seed=0, most=1000):
+def questions_of(task, split, n, seed=0, most=1000, option="--num_questions"):
     """Return n questions of a task's split, at least one; "auto": all, at most `most`. BadInput if there are
-    fewer than n."""
+    fewer than n, which the `option` set."""
     questions = task.questions(split, seed, most if n == "auto" else n, fewer=True)
     if isinstance(n, int) and len(questions) < n:
-        raise ValueError(f"--num_questions={n} is too many: the split {split} of {task.name} has "
-                         f"{len(questions)} questions; lower --num_questions, or leave it out.")
+        raise ValueError(f"{option}={n} is too many: the split {split} of {task.name} has {len(questions)} "
+                         f"questions; lower {option}.")
     if not questions:
         raise ValueError(f"The task {task.name} has no {split} questions: choose another split or task.")
     return questions

@@ -38,7 +38,7 @@ def summarise(folder):
     rows = [last_line(folder / f"{name}.txt")["models"] for name in ("greedy", "sampled")]
     k = max(map(int, rows[1][0]["pass_at_k"]))
     for greedy, sampled in zip(*rows):
-        name = Path(greedy["model"]).stem
+        name = Path(greedy["model"]).name.removesuffix(".gguf")
         took = seconds.get(name, 0.0) + (seconds["datagen"] if name == "rft" else 0.0)
         stages.append({"name": name, "greedy": greedy["accuracy"], "sampled": sampled["accuracy"],
                        f"pass_at_{k}": sampled["pass_at_k"][str(k)], "seconds": round(took, 1)})
@@ -93,7 +93,7 @@ def write(folder, summary, report, draw, texts):
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
         raise config.would_overwrite(path, "a pipeline's", "folder")
-    plot.check_output(folder / "summary.png")
+    plot.check_output(folder / "summary.png", "folder")
     texts = {"summary.json": json.dumps(summary, indent=1)} | texts
     for name, text in texts.items():
         (folder / name).write_text(text)

@@ -127,12 +127,27 @@ def test_votes_and_the_verifier_s_choice(tmp_path):
     assert answers.figures_of(tmp_path / "greedy", tmp_path / "sampled", [1])["majority"].tolist() == [0]
 
 
+def test_a_text_that_repeats_is_one_question(tmp_path):
+    """As eval.py, which numbers the questions, asks each text once."""
+    task = tmp_path / "own.py"
+    task.write_text("def questions(split, seed=0, n=None):\n"
+                    "    return [{'question': f'{i % 3} + 1?', 'answer': f'{i % 3 + 1}', 'n': i} for i in range(n or 6)]\n"
+                    "def reward(question, completion):\n    return 0.0\n")
+    path, drawn = answers.draw_questions(str(task), 6, 0, tmp_path)
+    assert sorted(q["n"] for q in drawn) == [0, 1, 2] and len(path.read_text().splitlines()) == 3
+
+
 def test_questions_are_those_of_the_draw_and_not_of_training(tmp_path):
     path, drawn = answers.draw_questions("unit_conversion", 50, answers.seed_of("x", 1), tmp_path)
     again = answers.draw_questions("unit_conversion", 50, answers.seed_of("x", 1), tmp_path)
     _, fresh = answers.draw_questions("unit_conversion", 50, answers.seed_of("x", 2), tmp_path)
     assert again == (path, drawn) and len(path.read_text().splitlines()) == 50
     assert not {q["question"] for q in drawn} & {q["question"] for q in fresh}
+    with pytest.raises(BadInput, match="--questions=10000000 is too many: .* lower --questions"):
+        answers.draw_questions("arithmetic:1", 10**7, 0, tmp_path)
+    with pytest.raises(BadInput, match="--exact: countdown tolerates no"):
+        answers.draw_questions("countdown", 20, 0, tmp_path, exact=True)
+    assert answers.draw_questions("unit_conversion", 20, 3, tmp_path, exact=True)[1]
     with pytest.raises(BadInput, match="give --fresh"):
         answers.draw_questions("unit_conversion", 40, answers.seed_of("x", 1), tmp_path)
     (tmp_path / "rft.attempts.jsonl").write_text('{"config": {}}\n' + json.dumps(

@@ -265,7 +265,7 @@ def ladder(tmp_path):
                                                         "random_search": {"one_try": 0.25, "best_of_8": 0.75},
                                                         "unsolved": [{"question": f"problem {i}", "solved_in_twice_the_room": i == 2, "solved_at_random": i == 2}
                                                                      for i in (1, 2, 3)]}))
-    (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 200 190\n")
+    (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\ngreedy 195 190\nsampled 198 195\nagain 200 198\n")
     (tmp_path / "grpo").mkdir()
     (tmp_path / "grpo/metrics.jsonl").write_text('{"step": 1, "seconds": 5.0, "reward": 0.5}\n{"step": 2, "val_reward": 0.5}\n')
     return tmp_path

@@ -553,6 +553,15 @@ def test_a_resumed_run_keeps_its_findings():
     assert [f.as_json() for f in resumed.findings] == [f.as_json() for f in whole.findings]
 
 
+def test_a_resumed_run_from_scratch_is_still_one():
+    """The line of a resume has init_from=resume."""
+    start, again = ({"step": step, "config": {"init_from": name, "learning_rate": 1e-3}, "settings": {}, "facts": {}}
+                    for step, name in ((0, "scratch"), (20, "resume")))
+    flat = [{"step": step, "loss": 5.0, "lr": 1e-3, "grad_norm": 0.1, "moved": 1e-3} for step in range(1, 41)]
+    doctor = Doctor([start, *flat[:20], again, *flat[20:]])
+    assert [finding.name for finding in doctor.holding] == ["not_learning"]
+
+
 def test_old_runs_and_missing_metrics_are_no_error(tmp_path):
     old = [{"step": step, "loss": "nan", "reward": None, "tokens_per_s": True} for step in range(1, 9)]
     assert not Doctor([{"step": 0, "config": {"k_samples": 4}}, *old]).findings

@@ -39,7 +39,7 @@ def say_unseen(name):
     """Print once that the model does not see an instruction."""
     if distributed.is_main():
         print(f"The model has no chat template, so it does not see {name}: write that into PROMPT or "
-              "--prompt.", file=sys.stderr, flush=True)
+              "train.py's --prompt.", file=sys.stderr, flush=True)
 
 
 def instruction_of(tokenizer, task, question):
