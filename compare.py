@@ -27,7 +27,7 @@ first_line()                             # --help before the slow imports
 import tasks
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
-from measure.runs import ROOT, as_flags, process, seconds_at, steps_of, turned
+from measure.runs import ROOT, as_flags, make_folder, process, seconds_at, steps_of, turned, words_of
 from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -85,8 +85,8 @@ def commands_of(cfg, extra):
         raise BadInput(f"--controls={cfg.controls} should name some of {', '.join(CONTROLS)}: correct it.")
     commands = {"base": cfg.command}
     for name, options in arms.items():
-        if name in ("base", "", *CONTROLS) or not isinstance(options, str) or not options:
-            raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name: correct it.")
+        if name in ("base", "", *CONTROLS) or "/" in name or not str(options).strip():
+            raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name or /: correct it.")
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"
     of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
@@ -102,7 +102,7 @@ def stages_of(command, start, seed, folder):
     model = start
     parts = command.split("&&")
     for number, part in enumerate(parts, 1):
-        script, *words = shlex.split(part) or [""]
+        script, *words = words_of(part) or [""]
         if not script_of(script).is_file():
             raise BadInput(f"'{part.strip()}' does not begin with a script: write SCRIPT.py OPTIONS.")
         added = {"seed": seed} | ({"init_from": model} if model else {})
@@ -156,7 +156,7 @@ class Comparison:
         self.commands = commands
         self.out = Path(cfg.out_dir)
         self.path = self.out / "comparison.json"
-        (self.out / "answers").mkdir(parents=True, exist_ok=True)
+        make_folder(self.out / "answers")
         lock.take(self.out / "compare.lock", self.out)
         self.state = {"runs": {}, "amounts": {}, "draws": 1}
         if self.path.exists():
@@ -309,7 +309,7 @@ def check(cfg, commands):
     if "placebo" in commands and not ("start" in cfg.controls and cfg.command.startswith("grpo.py")):
         raise BadInput("The control placebo needs a base of grpo.py and is compared with the start: give "
                        "--controls=start,placebo, or leave it out.")
-    for command in filter(None, (*commands.values(), cfg.start_command)):
+    for command in (*commands.values(), *filter(None, [cfg.start_command])):
         stages = stages_of(command, cfg.start or "start", 0, Path(cfg.out_dir, "check"))
         options = [options_of(*stage) for stage in stages]
         if is_datagen(stages[-1][0]):

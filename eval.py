@@ -13,6 +13,7 @@ start, from all that precede it); no token is prepended.
 import contextlib
 import gc
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +196,10 @@ def read_questions(cfg, task, split):
     """Return the questions of cfg.dataset, or of the task's split."""
     if cfg.dataset:
         n = None if cfg.num_questions == "auto" else cfg.num_questions
-        return list(questions_in(cfg.dataset, split, task).values())[:n]
+        found = list(questions_in(cfg.dataset, split, task).values())
+        if n and len(found) < n:
+            raise BadInput(f"--num_questions={n} is too many: {cfg.dataset} has {len(found)} questions; lower it.")
+        return found[:n]
     return questions_of(task, split, cfg.num_questions, most=500)
 
 
@@ -241,8 +245,10 @@ def check_output(path):
     path = Path(path)
     if not path.parent.is_dir():
         raise BadInput(f"There is no folder {path.parent} for --output={path}: create it, or choose another.")
-    if path.is_dir():
+    if path.exists() and not path.is_file():
         raise config.would_overwrite(path, "a file of answers")
+    if not os.access(path.parent, os.W_OK):
+        raise BadInput(f"The folder of --output={path} can't be written to: choose another.")
     if path.exists():
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
             if {"model", "question", "completion"} <= config.parse_json(file.readline(), dict).keys():
@@ -296,6 +302,9 @@ def main(argv):
     if not cfg.models or not (cfg.dataset or cfg.task):
         raise BadInput("Name a model and a text or a task: python eval.py MODEL --dataset=... or --task=...")
     cfg.task = tasks.spec_of(cfg.task)
+    for option in ("block_size", "stride", "batch_size", "eval_tokens", "attention") if cfg.task else ():
+        if getattr(cfg, option) != getattr(Config, option):
+            raise BadInput(f"--{option} is for a text, not for --task=: leave it out.")
     if not cfg.task and (len(cfg.models) > 1 or cfg.compare):
         raise BadInput("Models are compared only on a task: add --task=, or name one model.")
     if cfg.num_samples > 1 and not cfg.temperature:

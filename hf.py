@@ -13,6 +13,8 @@ from runtime.usage import first_line
 
 first_line()                             # answers --help before the slow import of PyTorch
 
+from safetensors import SafetensorError
+
 import hub
 from hub import card, gguf_export, weights
 from hub.architectures import write_config
@@ -63,7 +65,7 @@ def main(argv):
             weights.export(model, out, tokenizer)
             if source.step is not None:
                 (out / "README.md").write_text(card.model_card(source, model.n_params()), encoding="utf-8")
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         raise checkpoint.write_error(out, e, "choose another place") from None
     step = "" if source.step is None else f" of step {source.step}"
     print(f"{out}: {model.n_params():,} parameters{step}, for {suited}")

@@ -81,6 +81,8 @@ def question_of(cfg, task):
     from rollouts.questions import task_errors
     with task_errors():
         questions = distributed.on_main(lambda: task.questions("test", n=1000, fewer=True))
+    if not questions:
+        raise config.BadInput(f"The task {task.name} has no test questions: give --prompt=.")
     return random.Random(cfg.seed).choice(questions)
 
 
@@ -234,6 +236,9 @@ def main(argv):
         raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
     if cfg.versus and (cfg.interactive or cfg.chat):
         raise config.BadInput("--versus is for one prompt: leave it out, or --interactive and --chat.")
+    if (cfg.interactive or cfg.chat) and (cfg.prompt or cfg.num_samples > 1 or cfg.interactive and cfg.chat):
+        raise config.BadInput("--interactive and --chat read prompts from standard input, one sample each: "
+                              "leave out --prompt and --num_samples, and give one of the two.")
     end_with_reader()
     distributed.init()
     task, pool = open_task(cfg) if cfg.task else (None, None)

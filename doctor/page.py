@@ -165,7 +165,9 @@ def main(argv):
     if not runs:
         raise BadInput(f"{folder} holds no run (a folder with model.json): give the out_dir of a run.")
     output = Path(cfg.output or folder / "report.html")
-    if output.exists() and SIGN not in output.read_text("utf-8", "replace")[:200]:
+    if not output.parent.is_dir():
+        raise BadInput(f"There is no folder {output.parent} for --output={output}: create it, or choose another.")
+    if output.exists() and (not output.is_file() or SIGN not in output.read_text("utf-8", "replace")[:200]):
         raise config.would_overwrite(output, "a page of doctor.page")
     logs = sorted(folder.glob("*.attempts.jsonl")) if folder not in runs else []
     most = cfg.megabytes * records.MEGABYTE // (len(runs) + len(logs))

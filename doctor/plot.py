@@ -140,7 +140,8 @@ def draw(runs, x, output, figures=None, dpi=120):
 def check_output(path, option="--output="):
     """Raise BadInput if the file exists and matplotlib did not write it (it signs all formats but .jpg).
     option: the one that names the file."""
-    if Path(path).exists() and b"Matplotlib" not in Path(path).read_bytes():
+    path = Path(path)
+    if path.exists() and (not path.is_file() or b"Matplotlib" not in path.read_bytes()):
         raise config.would_overwrite(path, "a plot by matplotlib", option)
 
 

@@ -49,7 +49,9 @@ def draw_questions(spec, n, seed, folder, exact=False):
     with task_errors():
         task = tasks.load(spec)
         drawn = questions_of(task, "test", n, seed, option="--questions")
-    if exact and not any("exact" in task.reward(question, "")[1] for question in drawn[:20]):
+        own = [(task.of(question), question) for question in drawn[:20]] if exact else []
+        parts = [one.sentence("reward", one.reward, question, "")[1] for one, question in own]
+    if exact and not any("exact" in of_one for of_one in parts):
         raise BadInput(f"--exact: {spec} tolerates no answer that is not exact: leave it out.")
     texts = {question["question"]: question for question in reversed(drawn)}
     questions = [*texts.values()][::-1]      # eval.py asks each text once

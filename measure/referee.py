@@ -17,7 +17,7 @@ from pathlib import Path
 import compare
 from compare import ROOT
 from measure import answers, intervals
-from measure.runs import end_on_signals
+from measure.runs import end_on_signals, make_folder
 from runtime import checkpoint, config, guard, lock
 
 
@@ -84,7 +84,7 @@ def main(argv):
     cfg = config.load(compare.Config, [*(word for word in argv if "--candidate=" not in word), "--controls="])
     compare.check(cfg, {"base": cfg.command})
     out = Path(cfg.out_dir).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     lock.take(out / "referee.lock", out)
     log = out / "log.txt"
     own = keep_copy(ROOT, out)

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -35,6 +36,22 @@ def turned(names, turn):
     """Return a list that begins with another of its elements at each turn, so that none is always first."""
     first = turn % len(names)
     return names[first:] + names[:first]
+
+
+def words_of(text):
+    """Return the words of a command line, as a shell splits it."""
+    try:
+        return shlex.split(text)
+    except ValueError as e:
+        raise BadInput(f"'{text.strip()}' can't be read ({e}): correct its quotation marks.") from None
+
+
+def make_folder(path):
+    """Make a folder of --out_dir."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BadInput(f"The folder {path} can't be made ({e.strerror}): choose another --out_dir=.") from None
 
 
 def as_flags(**options):

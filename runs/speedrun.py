@@ -24,7 +24,7 @@ from measure.ceilings import cpu_name, git_commit
 from measure.gpu.run import error_message, run_process
 from measure.intervals import MOST, half_width
 from measure.referee import keep_copy
-from measure.runs import ROOT, aligned, as_flags, end_on_signals, process, turned
+from measure.runs import ROOT, aligned, as_flags, end_on_signals, make_folder, process, turned
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, Bounds
@@ -131,7 +131,7 @@ def main(argv):
         raise BadInput("Two candidates have one name, or one is called reference: rename one.")
     check(paths.values())
     out = Path(cfg.out_dir).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     lock.take(out / "speedrun.lock", out)
     scripts = copies_of(paths, out)
     if hasattr(os, "sched_setaffinity"):     # the scripts inherit it

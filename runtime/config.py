@@ -167,6 +167,9 @@ def choose_start(given, run):
     if run == "restarted":                   # all options are in the run folder
         return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
     if given.get("resume") != "auto":
+        if given.get("init_from") == "resume" and given.get("overwrite"):
+            raise BadInput("--init_from=resume resumes the run that --overwrite would replace: leave one of them "
+                           "out.")
         return given
     if given.get("overwrite"):
         raise BadInput("--resume=auto resumes the run that --overwrite would replace: leave one of them out.")
@@ -191,6 +194,8 @@ def check_paths(given, fields):
         for path in paths if isinstance(paths, tuple) else [paths]:
             if isinstance(path, str) and not path.strip() and path != fields[name].default:
                 raise BadInput(f"--{name} is empty (is a variable not set?): give a path, or leave it out.")
+            if isinstance(path, str) and (path == "~" or path.startswith("~/")):
+                raise BadInput(f"--{name}={path} begins with ~, which no shell expands there: write $HOME.")
 
 
 def read_saved(out_dir):
@@ -320,13 +325,15 @@ def check_type(value, hint, source):
         raise BadInput(f"{source} is too large: a whole number is at most 2**63 - 1.")
     if type(value) is int and float in options:
         value = float(value)
+    if type(value) is list and tuple in options:
+        value = tuple(value)
     known = type(value) in options or any(isinstance(o, str) and value == o for o in options)
     if known and not (type(value) is float and not math.isfinite(value)):
         check_bounds(value, hint, source)
         return value
     wanted = [o if isinstance(o, str) else "None" if o is type(None) else
               {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
-               dict: "an object"}[o] for o in options]
+               tuple: "a list", dict: "an object"}[o] for o in options]
     near = difflib.get_close_matches(str(value), [o for o in options if isinstance(o, str)], n=1)
     raise BadInput(f"{source}={str(value)[:80]} should be "
                    f"{', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"

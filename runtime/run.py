@@ -43,6 +43,7 @@ class Run(RunState):
         """state: arguments of RunState."""
         super().__init__(*state)
         self.epoch_steps = epoch_steps
+        self.before = {}                     # {file of the run folder: its content before `open`, or None}
         self.log = None                      # until `open`, and so `stop`
         self.stop = None
         self.stopping = False                # a rank was asked to stop
@@ -83,9 +84,17 @@ class Run(RunState):
             **about,
             "launch": checkpoint.launch(),
         }
+        for path in (Path(cfg.out_dir, name) for name in checkpoint.IDENTITY_FILES):
+            if resuming or path.name == "config.json":
+                self.before[path] = path.read_bytes() if resuming else None
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), model, cfg.overwrite, resuming)
         if not resuming:
             tokenizer.save(cfg.out_dir)
+
+    def restore_identity(self):
+        """Write back model.json and config.json as they were before a start that was refused."""
+        for path, content in self.before.items():
+            checkpoint.write_atomically(path, content) if content else path.unlink(missing_ok=True)
 
     def log_start(self, text, facts, **settings):
         """Log the start-up paragraph; write config, settings and facts for doctor.diagnose to
@@ -118,6 +127,8 @@ class Run(RunState):
                 self.log.append("training.log", str(error))        # guard.run prints it
             if error is not None and not isinstance(error, Retry):
                 self.log.say_findings()
+            if isinstance(error, BadInput) and self.counters_before is None:
+                self.restore_identity()      # else a resume would take the options that were refused
             self.log.close(failed=error is not None)
             self.stop.until = None           # the handler would keep the model's memory during a retry
             if not isinstance(error, Retry):              # a Retry resumes in this process

@@ -122,7 +122,9 @@ class RunState:
         if self.stage_state:
             vars(self.stage_state).update(saved["stage"])
         vars(self.nonfinite).update(saved["nonfinite"])
-        if self.nonfinite.rolled_back:                    # perhaps from fp16 to another dtype
+        option = (checkpoint.read_meta(out_dir, step).get("config") or {}).get("dtype")
+        # rolled back perhaps from fp16 to another dtype; not if this resume has its own --dtype
+        if self.nonfinite.rolled_back and option in (None, self.cfg.dtype):
             self.hardware.dtype = saved["dtype"]
         return saved["scaler"]
 

@@ -281,7 +281,7 @@ class Task:
 
         def answer():
             found = function(*given)
-            if kind is list and isinstance(found, Iterable):
+            if kind is list and isinstance(found, Iterable) and not isinstance(found, str):
                 found = list(found)                      # a generator runs here
             if not isinstance(found, kind):
                 raise TypeError(f"it returned {str(found)[:80]} and no {kind.__name__}")

@@ -313,6 +313,7 @@ class Pool:
         self.timeout = timeout
         self.kind = kind
         self.folder = os.getcwd()
+        self.code = self.read_code()
         self.counts = {"errors": 0, "timeouts": 0, "restarts": 0}
         self.outbox = deque()                                # submitted, not yet passed on
         self.handed_over = time.monotonic()                  # time when the outbox was last emptied
@@ -337,6 +338,11 @@ class Pool:
         except BaseException:
             self.close()
             raise
+
+    def read_code(self):
+        """Return the contents of the user's files, None for a missing one."""
+        paths = [Path(self.folder, path) for path in tasks.user_files(self.spec)]
+        return [path.read_bytes() if path.is_file() else None for path in paths]
 
     def submit(self, question, completion, turns=None):
         """Queue a completion. question: a dict of JSON values; turns: an episode's texts (Task.reward).
@@ -536,6 +542,9 @@ class Worker:
     def start(self):
         """Start a process and wait until it has loaded the task. ValueError if it can't."""
         for _ in range(3):
+            if self.pool.read_code() != self.pool.code:
+                raise BrokenReward(f"{self.pool.spec} has changed since the run loaded it: restore it, or begin "
+                                   "another run.")
             with self.pool.changed:
                 if self.pool.ended:
                     raise self.pool.ended
@@ -555,12 +564,12 @@ class Worker:
                 self.remove()
                 continue
             if sentence is not None:
-                raise ValueError(sentence)
+                raise BrokenReward(sentence)
             with self.pool.changed:
                 self.pool.loaded = True
                 self.pool.changed.notify_all()
             return
-        raise ValueError(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): check "
+        raise BrokenReward(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): check "
                          "the code that its file runs on import.")
 
     def write(self, data):

@@ -127,6 +127,26 @@ def test_an_empty_name_is_one_sentence(script, argv):
         importlib.import_module(script).main(argv)
 
 
+@pytest.mark.parametrize("script, argv, words", [
+    ("train", ["--out_dir=~/run"], "^--out_dir=~/run begins with ~, .*HOME"), ("hf", ["~/a", "out"], "begins with ~"),
+    ("grpo", ["--init_from=resume", "--overwrite"], "would replace"),
+    ("eval", ["out/a", "--task=countdown", "--stride=8"], "^--stride is for a text, not for --task"),
+    ("sample", ["out/a", "--chat", "--prompt=x"], "read prompts from standard input"),
+    ("compare", ["--start=a", "--arm=a/b: --beta=1"], "a control's name or /"),
+    ("compare", ["--start=a", "--arm=a: --task='x"], "can't be read .No closing quotation"),
+    ("compare", ["--start=a", "--command="], "does not begin with a script"),
+    ("compare", ["--start=a", "--command=grpo.py", "--task=arithmetic", f"--out_dir={__file__}"], "can't be made .*another --out_dir"),
+    ("doctor.page", [".", "--output=none/a.html"], "holds no run"), ("doctor.plot", ["a", "--output=/dev/stdout"], "")])
+def test_what_can_t_be_meant_is_one_sentence(script, argv, words):
+    with pytest.raises(BadInput, match=words):
+        importlib.import_module(script).main(argv)
+
+
+def test_a_list_in_a_file_is_several_values(tmp_path):
+    (tmp_path / "c.py").write_text('models = ["out/a", "out/b"]')
+    assert config.load(importlib.import_module("eval").Config, [str(tmp_path / "c.py")], positional="models").models == ("out/a", "out/b")
+
+
 def test_an_empty_path_in_a_file_is_one_sentence(tmp_path):
     (tmp_path / "c.py").write_text('out_dir = ""')
     with pytest.raises(BadInput, match="out_dir is empty"):

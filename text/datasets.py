@@ -13,6 +13,9 @@ def open_data(cfg, tokenizer):
     rank = distributed.rank()
     world = distributed.world_size()
     if not examples.is_examples_file(cfg.dataset, cfg.text_key):
+        for option in ("valid_share", "prompt", "instruction"):
+            if getattr(cfg, option):
+                raise BadInput(f"--{option} is for examples, and {cfg.dataset} is a text: leave it out.")
         folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
         text = data.TokenFile(folder, "train")
         dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world,

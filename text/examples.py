@@ -132,7 +132,7 @@ def played(task, question, solution):
     end = solution.find(task.turn_stop) if task.responds and task.turn_stop else -1
     while end >= 0:
         end += len(task.turn_stop)
-        reply = task.respond(question, solution[:end])
+        reply = task.sentence("respond", task.respond, question, solution[:end])
         if reply and solution.startswith(reply, end):
             turns += [solution[start:end], reply]
             start = end = end + len(reply)
