@@ -86,7 +86,7 @@ class Run(RunState):
         }
         for path in (Path(cfg.out_dir, name) for name in checkpoint.IDENTITY_FILES):
             if resuming or path.name == "config.json":
-                self.before[path] = path.read_bytes() if resuming else None
+                self.before[path] = path.read_bytes() if resuming and path.exists() else None
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), model, cfg.overwrite, resuming)
         if not resuming:
             tokenizer.save(cfg.out_dir)
