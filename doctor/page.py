@@ -42,7 +42,7 @@ def describe(run):
     """Return what the page shows of a run but its samples: a dictionary for JSON."""
     lines = read_lines(run)
     last = {key: value for line in lines for key, value in line.items() if isinstance(value, int | float)}
-    names = f"{run.resolve().parent.name}_{run.resolve().name}", run.name             # quickstart_rft, cpu_small
+    names = f"{run.resolve().parent.name}_{run.resolve().name}", run.name      # quickstart_rft, cpu_small
     recipe = next((name for name in names if (plot.SEEDS / f"{name}.json").exists()), None)
     seeds = plot.recorded(recipe) if recipe else {}
     curves = []
@@ -167,7 +167,8 @@ def main(argv):
         raise BadInput(f"{folder} holds no run (a folder with model.json): give the out_dir of a run.")
     output = Path(cfg.output or folder / "report.html")
     if not output.parent.is_dir():
-        raise BadInput(f"There is no folder {output.parent} for --output={output}: create it, or choose another.")
+        raise BadInput(f"There is no folder {output.parent} for --output={output}: create it, or choose "
+                       "another.")
     if output.exists() and (not output.is_file() or SIGN not in output.read_text("utf-8", "replace")[:200]):
         raise config.would_overwrite(output, "a page of doctor.page")
     logs = sorted(folder.glob("*.attempts.jsonl")) if folder not in runs else []
