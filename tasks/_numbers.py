@@ -15,6 +15,7 @@ VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "�
           "⅘": "4/5", "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
 MOST = Fraction(10) ** 300           # larger numbers are rejected; they would overflow a float
 SPACES = "\u00a0\u2009\u202f"        # thousands separators: no-break, thin, and narrow no-break space
+SEPARATORS = str.maketrans("", "", f", {SPACES}")
 GROUPS = rf"[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]{{1,3}}(?:[ {SPACES}][0-9]{{3}})+(?![0-9]|-[a-zA-Z])"
 NUMBER = rf"(?:{GROUPS}|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,3}}(?!\w))?|\.[0-9]+"
 SIGN = r"(?P<sign>[-+]?)\s?"
@@ -189,7 +190,7 @@ def digits(n):
 
 def ungrouped(digits):
     """Return a number's digits without thousands separators."""
-    return re.sub(rf"[, {SPACES}]", "", digits)
+    return digits.translate(SEPARATORS)
 
 
 def close(value, correct, tolerance):
