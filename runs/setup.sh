@@ -1,10 +1,11 @@
 # Sourced by the other scripts. Sets $python to an interpreter with the required packages and those in $also:
 # python3 or $PYTHON if it has them. Packages are installed into an environment alone: into that of $python if
 # it has one with torch, of any build, else into .venv, which shows the system's torch or gets the pinned one.
-# --no-compile: Python compiles only what it imports.
+# --no-compile: Python compiles what it imports, once, unless PYTHONDONTWRITEBYTECODE lets it keep nothing.
 python=${PYTHON:-python3}
 needed="numpy tiktoken safetensors datasets ${also:-}"
-wanted=$needed
+wanted=$needed compile=--no-compile
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
 
 has_torch() { "$python" -c "from torch.optim import Muon" 2>/dev/null; }
 has_all() {
@@ -30,5 +31,5 @@ if ! has_torch || ! { has_all || is_environment; }; then
 fi
 if ! has_all; then
     echo "Installing the packages that $python lacks ..."
-    "$python" -m pip install --quiet --disable-pip-version-check --no-compile $wanted
+    "$python" -m pip install --quiet --disable-pip-version-check $compile $wanted
 fi

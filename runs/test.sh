@@ -7,7 +7,7 @@ source runs/setup.sh
 # optional, since some of their dependencies are built from source
 for package in reasoning-gym lm-eval; do
     "$python" -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('${package/-/_}'))" ||
-        "$python" -m pip install --quiet --disable-pip-version-check --no-compile $package ||
+        "$python" -m pip install --quiet --disable-pip-version-check $compile $package ||
         echo "$package can't be installed here, so its tests are skipped."
 done
 

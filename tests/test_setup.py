@@ -27,7 +27,7 @@ esac
     (["torch", "all"], "{}/bin/python3", None),
     (["torch", "environment"], "{}/bin/python3", "--no-compile numpy tiktoken"),
     (["torch"], ".venv/bin/python", "--no-compile numpy tiktoken"),
-    (["environment"], ".venv/bin/python", "-r requirements.txt"),
+    (["environment"], ".venv/bin/python", "--compile -r requirements.txt"),
     ([], ".venv/bin/python", "-r requirements.txt")])
 def test_packages_go_into_an_environment(tmp_path, has, used, installs):
     (tmp_path / "runs").mkdir()
@@ -39,7 +39,8 @@ def test_packages_go_into_an_environment(tmp_path, has, used, installs):
     for name in has:
         (tmp_path / "bin" / name).touch()
     used = used.format(tmp_path)
-    environment = os.environ | {"PYTHON": str(stub), "LOG": str(tmp_path / "log")}
+    kept = "" if "--no-compile" in (installs or "") else "1"
+    environment = os.environ | {"PYTHON": str(stub), "LOG": str(tmp_path / "log"), "PYTHONDONTWRITEBYTECODE": kept}
     script = "set -euo pipefail; source runs/setup.sh; echo python=$python; say_next"
     for call in range(2):                    # the second installs nothing more
         done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
