@@ -305,6 +305,10 @@ class Pool:
 
     def __init__(self, spec, workers=None, timeout=10.0, kind="process"):
         self.n = default_workers() if workers is None else workers
+        if kind not in KINDS:
+            raise ValueError(f"There is no kind {kind} of reward pool: choose {', '.join(KINDS)}.")
+        if self.n < 1:
+            raise ValueError(f"{self.n} reward workers can't grade anything: ask for at least 1.")
         self.spec = spec
         self.timeout = timeout
         self.kind = kind
