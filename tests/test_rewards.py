@@ -349,9 +349,9 @@ def test_a_task_that_breaks_later_ends_the_wait(tmp_path, mischief):
         path.write_text("raise ValueError('Changed meanwhile.')")
         pool.submit({}, "exit")
         pool.submit({}, "fine")
-        with pytest.raises(ValueError, match="Changed meanwhile"):
+        with pytest.raises(ValueError, match="has changed since the run loaded it"):
             pool.collect(wait=True)
-        with pytest.raises(ValueError, match="Changed meanwhile"):
+        with pytest.raises(ValueError, match="has changed since the run loaded it"):
             pool.submit({}, "fine")
 
 
