@@ -1,4 +1,5 @@
-"""Rejection sampling and fine-tuning before GRPO, beside GRPO alone for the same seconds. Not run yet.
+"""Rejection sampling and fine-tuning before GRPO, beside GRPO alone for the same seconds: a tie
+(docs/notes.md).
 
     bash runs/quickstart.sh
     python compare.py experiments/rft_first.py
