@@ -120,8 +120,8 @@ def load_one(spec):
     found = importlib.util.spec_from_file_location(module_name(Path(file).resolve()), file)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module                     # needed by dataclasses and pickle
-    with load_errors(file, module.__file__):
-        found.loader.exec_module(module)
+    with load_errors(file, module.__file__):             # cached bytecode may be of an edit a second ago
+        exec(compile(Path(file).read_bytes(), module.__file__, "exec"), vars(module))
     return Task(spec, module, argument)
 
 

@@ -90,9 +90,7 @@ def render(template, all_variables, longest):
         except BrokenPipeError:
             answer = ""
         if not answer:
-            del PROCESSES[os.getpid()]       # the next text starts another
-            with contextlib.suppress(BrokenPipeError), worker:       # closes the pipes and waits
-                pass
+            end()
     if not answer:
         raise ValueError(f"TimeoutError: it takes longer than {SECONDS} seconds"
                          if worker.returncode == -signal.SIGPROF else f"it ends Python ({worker.returncode})")
@@ -100,6 +98,13 @@ def render(template, all_variables, longest):
     if reason:
         raise ValueError(reason)
     return texts
+
+
+def end():
+    """End the process, if there is one; the next text starts another."""
+    if worker := PROCESSES.pop(os.getpid(), None):
+        with contextlib.suppress(BrokenPipeError), worker:       # closes the pipes and waits
+            pass
 
 
 if __name__ == "__main__":
