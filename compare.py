@@ -85,7 +85,8 @@ def commands_of(cfg, extra):
         raise BadInput(f"--controls={cfg.controls} should name some of {', '.join(CONTROLS)}: correct it.")
     commands = {"base": cfg.command}
     for name, options in arms.items():
-        if name in ("base", "", *CONTROLS) or "/" in name or not str(options).strip():
+        is_text = isinstance(options, str) and options.strip()
+        if name in ("base", "", *CONTROLS) or "/" in str(name) or not is_text:
             raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name or /: correct it.")
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"

@@ -42,8 +42,9 @@ def describe(run):
     """Return what the page shows of a run but its samples: a dictionary for JSON."""
     lines = read_lines(run)
     last = {key: value for line in lines for key, value in line.items() if isinstance(value, int | float)}
-    names = f"{run.resolve().parent.name}_{run.resolve().name}", run.name      # quickstart_rft, cpu_small
-    recipe = next((name for name in names if (plot.SEEDS / f"{name}.json").exists()), None)
+    place = run.resolve()
+    recipes = f"{place.parent.name}_{place.name}", place.name          # quickstart_rft, cpu_small
+    recipe = next((name for name in recipes if (plot.SEEDS / f"{name}.json").exists()), None)
     seeds = plot.recorded(recipe) if recipe else {}
     curves = []
     for title, keys, scale in plot.GRPO_PANELS if "reward" in last else plot.PANELS:

@@ -311,7 +311,7 @@ def load_base(out_dir, device="cpu"):
     """Return the weights that save_base wrote, {name: tensor}; BadInput if the file is damaged."""
     file = Path(out_dir) / "base.safetensors"
     if not file.exists():
-        raise BadInput(f"There is no {file}, as the run began without --beta: leave it out.")
+        raise BadInput(f"There is no {file}: leave --beta out if the run began without it, or restore the file.")
     try:
         problem = sha256(file) != file.with_suffix(".sha256").read_text() and "it fails its checksum"
     except (OSError, ValueError) as e:

@@ -94,7 +94,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     init_from = values.get("init_from", "scratch")
     if init_from == "resume" and "out_dir" not in defaults:
         raise BadInput("--init_from=resume is for train.py and grpo.py: name a model here; the same "
-                       "datagen.py command goes on with its --output=.")
+                       "datagen.py command resumes its --output=.")
     if init_from == "resume":
         values = resumed(Config, defaults, given, frozen, may_restart=bool(claim))
     elif init_from != "scratch" and saved_of:
@@ -166,13 +166,11 @@ def choose_start(given, run):
     """Return the flags that apply. run: the result of checkpoint.claim for out_dir."""
     if run == "restarted":                   # all options are in the run folder
         return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
+    for name, value in (("resume", "auto"), ("init_from", "resume")):
+        if given.get(name) == value and given.get("overwrite"):
+            raise BadInput(f"--{name}={value} resumes the run that --overwrite would replace: leave one of them out.")
     if given.get("resume") != "auto":
-        if given.get("init_from") == "resume" and given.get("overwrite"):
-            raise BadInput("--init_from=resume resumes the run that --overwrite would replace: leave one of them "
-                           "out.")
         return given
-    if given.get("overwrite"):
-        raise BadInput("--resume=auto resumes the run that --overwrite would replace: leave one of them out.")
     if given.get("eval_only") and run == "nothing":
         raise BadInput("--eval_only --resume=auto finds no run to evaluate: give its --out_dir=.")
     return given | {"init_from": "resume"} if run == "run" else given

@@ -84,9 +84,9 @@ class Run(RunState):
             **about,
             "launch": checkpoint.launch(),
         }
-        for path in (Path(cfg.out_dir, name) for name in checkpoint.IDENTITY_FILES):
-            if resuming or path.name == "config.json":
-                self.before[path] = path.read_bytes() if resuming and path.exists() else None
+        for name in checkpoint.IDENTITY_FILES if resuming else ["config.json"]:
+            path = Path(cfg.out_dir, name)
+            self.before[path] = path.read_bytes() if resuming and path.exists() else None
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), model, cfg.overwrite, resuming)
         if not resuming:
             tokenizer.save(cfg.out_dir)
@@ -94,7 +94,10 @@ class Run(RunState):
     def restore_identity(self):
         """Write back model.json and config.json as they were before a start that was refused."""
         for path, content in self.before.items():
-            checkpoint.write_atomically(path, content) if content else path.unlink(missing_ok=True)
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                checkpoint.write_atomically(path, content)
 
     def log_start(self, text, facts, **settings):
         """Log the start-up paragraph; write config, settings and facts for doctor.diagnose to

@@ -123,8 +123,7 @@ class RunState:
             vars(self.stage_state).update(saved["stage"])
         vars(self.nonfinite).update(saved["nonfinite"])
         option = (checkpoint.read_meta(out_dir, step).get("config") or {}).get("dtype")
-        # rolled back perhaps from fp16 to another dtype; not if this resume has its own --dtype
-        if self.nonfinite.rolled_back and option in (None, self.cfg.dtype):
+        if self.nonfinite.rolled_back and option in (None, self.cfg.dtype):      # no --dtype for this resume
             self.hardware.dtype = saved["dtype"]
         return saved["scaler"]
 

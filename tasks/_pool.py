@@ -543,8 +543,7 @@ class Worker:
         """Start a process and wait until it has loaded the task. ValueError if it can't."""
         for _ in range(3):
             if self.pool.read_code() != self.pool.code:
-                raise BrokenReward(f"{self.pool.spec} has changed since the run loaded it: restore it, or begin "
-                                   "another run.")
+                raise BrokenReward(f"{self.pool.spec} has changed since the run loaded it: restore it and resume.")
             with self.pool.changed:
                 if self.pool.ended:
                     raise self.pool.ended
@@ -570,7 +569,7 @@ class Worker:
                 self.pool.changed.notify_all()
             return
         raise BrokenReward(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): check "
-                         "the code that its file runs on import.")
+                           "the code that its file runs on import.")
 
     def write(self, data):
         data = memoryview(data)

@@ -127,6 +127,12 @@ def test_votes_and_the_verifier_s_choice(tmp_path):
     assert answers.figures_of(tmp_path / "greedy", tmp_path / "sampled", [1])["majority"].tolist() == [0]
 
 
+@pytest.mark.parametrize("arms", [{"x": 5}, {"x": None}, {"x": " "}, {"a/b": "--beta=1"}], ids=str)
+def test_an_arm_of_a_file_is_a_text(arms):
+    with pytest.raises(BadInput, match="should be NAME: OPTIONS"):
+        compare.commands_of(compare.Config(arms=arms), [])
+
+
 def test_a_text_that_repeats_is_one_question(tmp_path):
     """As eval.py, which numbers the questions, asks each text once."""
     task = tmp_path / "own.py"

@@ -243,7 +243,7 @@ def test_a_record_that_was_changed_is_refused(made):
 
 
 def test_resume_is_no_model():
-    with pytest.raises(BadInput, match="name a model here; the same datagen.py command goes on"):
+    with pytest.raises(BadInput, match="name a model here; the same datagen.py command resumes"):
         datagen.main(["--init_from=resume", "--task=unit_conversion"])
 
 

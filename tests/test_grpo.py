@@ -1312,7 +1312,7 @@ def test_a_model_is_not_overwritten_by_what_is_learnt_from_it(learn, base, tmp_p
     refusal(learn, "already holds a run", max_steps=1)
     refusal(learn, "lora_rank=2", init_from="resume", lora_rank=2)
     refusal(learn, "optimizer=muon", init_from="resume", optimizer="muon", max_steps=2)
-    refusal(learn, "as the run began without --beta: leave it out", init_from="resume", beta=0.1, max_steps=2)
+    refusal(learn, "base.safetensors: leave --beta out if the run began without it", init_from="resume", beta=0.1, max_steps=2)
     assert config.read_saved(out)["beta"] == 0               # later resumes don't take what was refused
     assert checkpoint_files(base) == before and checkpoint.steps(out) == [1]
     learn("again", init_from=out, max_steps=1)
