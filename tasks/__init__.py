@@ -146,12 +146,12 @@ def module_name(path):
     return re.sub(r"\W", "_", str(path))
 
 
-def files_of(task):
+def files_of(file):
     """Return a task's file and the neighbours and tasks that it imports, recursively; of a package, all
     files."""
-    found = [Path(task.module.__file__)]
+    found = [Path(file)]
     for file in found:
-        with contextlib.suppress(SyntaxError):               # in a neighbour that may never be imported
+        with contextlib.suppress(SyntaxError, OSError):      # in a neighbour that may never be imported
             for node in ast.walk(ast.parse(file.read_bytes())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and not node.level:
@@ -230,7 +230,7 @@ class Task:
 
     @property
     def files(self):
-        return files_of(self)
+        return files_of(self.module.__file__)
 
     def of(self, question):
         """Return the Task of a question, as Mixture.of does."""

@@ -340,9 +340,10 @@ class Pool:
             raise
 
     def read_code(self):
-        """Return the contents of the user's files, None for a missing one."""
-        paths = [Path(self.folder, path) for path in tasks.user_files(self.spec)]
-        return [path.read_bytes() if path.is_file() else None for path in paths]
+        """Return {path: contents} of the user's files and of those that they import, None for a missing one."""
+        files = tasks.user_files(self.spec)
+        paths = [path for file in files for path in tasks.files_of(Path(self.folder, file))]
+        return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
     def submit(self, question, completion, turns=None):
         """Queue a completion. question: a dict of JSON values; turns: an episode's texts (Task.reward).

@@ -342,11 +342,13 @@ def test_bad_arguments_are_refused(mischief):
         Pool(mischief, kind="fibre")
 
 
-def test_a_task_that_breaks_later_ends_the_wait(tmp_path, mischief):
+@pytest.mark.parametrize("edited", ["later.py", "neighbour.py"])
+def test_a_task_that_breaks_later_ends_the_wait(tmp_path, edited):
     path = tmp_path / "later.py"
-    path.write_text(MISCHIEF)
+    path.write_text("import neighbour\n" + MISCHIEF)
+    (tmp_path / "neighbour.py").write_text("")
     with Pool(str(path), workers=1) as pool:
-        path.write_text("raise ValueError('Changed meanwhile.')")
+        (tmp_path / edited).write_text("raise ValueError('Changed meanwhile.')")
         pool.submit({}, "exit")
         pool.submit({}, "fine")
         with pytest.raises(ValueError, match="has changed since the run loaded it"):
