@@ -11,7 +11,6 @@ the stage before. compare.py adds --init_from, --seed, --out_dir and datagen.py'
 given; {start}, {seed} and {out} stand for start, seed and the run's folder. The same call resumes; finished
 runs are not repeated.
 """
-import importlib
 import json
 import shlex
 import zlib
@@ -27,7 +26,8 @@ first_line()                             # --help before the slow imports
 import tasks
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
-from measure.runs import ROOT, as_flags, make_folder, process, seconds_at, steps_of, turned, words_of
+from measure.runs import ROOT, as_flags, end_on_signals, make_folder, process, seconds_at, steps_of
+from measure.runs import options_of, script_of, turned, words_of
 from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -44,7 +44,7 @@ class Config:
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
     controls: str = "start"                  # of start, again (other seeds), placebo (random rewards), rft
-    rft: str = ""                            # command of the control rft, given the base's seconds; empty: RFT
+    rft: str = ""                            # command of the control rft for the base's seconds; empty: RFT
     seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3     # seeds of each arm
     budget: Literal["steps", "seconds"] = "steps"     # an arm's amount: the base's steps or seconds
     out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
@@ -67,8 +67,8 @@ class Config:
 
 
 CONTROLS = ("start", "again", "placebo", "rft")
-RFT = ("datagen.py --temperature=1 --oversample=8 --keep_per_question=1 --stop_early && "
-       "train.py config/rft.py --num_epochs=1.5")
+RFT = ("datagen.py {} --temperature=1 --oversample=8 --keep_per_question=1 --stop_early && "
+       "train.py config/rft.py --num_epochs=1.5")                      # {}: the base's task
 PROBE_STEPS = 10                             # of an arm, timed beside the base's first
 PROBE_QUESTIONS = 200                        # of the control rft
 TOLERANCE = 0.05                             # of an arm's seconds, before the verdict mentions them
@@ -78,19 +78,20 @@ TOLERANCE = 0.05                             # of an arm's seconds, before the v
 
 def commands_of(cfg, extra):
     """Return {arm: command} of the base, the arms and the controls that run. extra: texts "NAME: OPTIONS"."""
-    arms = cfg.arms or {}
-    arms |= {name.strip(): options.strip() for name, _, options in (text.partition(":") for text in extra)}
+    extra = [text.partition(":") for text in extra or filter(None, [cfg.arm])]
+    cfg.arms = (cfg.arms or {}) | {name.strip(): options.strip() for name, _, options in extra}
     controls = [name for name in cfg.controls.split(",") if name]
     if set(controls) - set(CONTROLS):
         raise BadInput(f"--controls={cfg.controls} should name some of {', '.join(CONTROLS)}: correct it.")
     commands = {"base": cfg.command}
-    for name, options in arms.items():
+    for name, options in cfg.arms.items():
         is_text = isinstance(options, str) and options.strip()
-        if name in ("base", "", *CONTROLS) or "/" in str(name) or not is_text:
-            raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name or /: correct it.")
+        if name in ("base", "", *CONTROLS) or set(str(name)) & set("/[*?") or not is_text:
+            raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name and / [ * ?: "
+                           "correct it.")
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"
-    of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
+    of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT.format("")}
     return commands | {name: of_controls[name] for name in controls if name != "start"}
 
 
@@ -107,7 +108,7 @@ def stages_of(command, start, seed, folder):
         if not script_of(script).is_file():
             raise BadInput(f"'{part.strip()}' does not begin with a script: write SCRIPT.py OPTIONS.")
         added = {"seed": seed} | ({"init_from": model} if model else {})
-        if is_datagen(part):                 # resumed, it would not know the seconds before
+        if is_datagen(script):               # resumed, it would not know the seconds before
             data = f"{folder}.{number}.json"
             added |= {"output": data, "overwrite": True, "json": True}
         else:
@@ -120,28 +121,14 @@ def stages_of(command, start, seed, folder):
     return stages
 
 
-def script_of(name):
-    """Return the path of one of the project's scripts, or of the user's."""
-    return ROOT / name if name and (ROOT / name).is_file() else Path(name)
-
-
-def is_datagen(command):
-    return Path(command.split()[0]).name == "datagen.py"
-
-
-def options_of(script, *words):
-    """Return {option: value} of a stage, {} for a script of the user's; BadInput for a wrong option."""
-    if script_of(script).parent != ROOT:
-        return {}
-    Config = importlib.import_module(Path(script).stem).Config
-    defaults = {name: field.default for name, field in Config.__dataclass_fields__.items()}
-    return defaults | config.read_arguments(Config, words)
+def is_datagen(script):
+    return Path(script).name == "datagen.py"
 
 
 def with_amount(command, amount):
     """Return a command with another number of steps, or of questions where datagen.py makes its data."""
     first, *others = command.split("&&")
-    if is_datagen(first):
+    if is_datagen(words_of(first)[0]):
         return "&&".join([f"{first.rstrip()} --num_questions={amount} ", *others])
     return f"{command} --max_steps={amount}"
 
@@ -150,11 +137,12 @@ def with_amount(command, amount):
 
 class Comparison:
     """A comparison's folder with its state in comparison.json: {"runs": {ARM-SEED: its commands, seconds and
-    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}."""
+    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}. task: the base's."""
 
-    def __init__(self, cfg, commands):
+    def __init__(self, cfg, commands, task):
         self.cfg = cfg
         self.commands = commands
+        self.task = task
         self.out = Path(cfg.out_dir)
         self.path = self.out / "comparison.json"
         make_folder(self.out / "answers")
@@ -191,20 +179,24 @@ class Comparison:
         steps = steps_of(folder)
         if steps and steps[-1]["step"] == runs[name].get("steps"):
             return str(folder)
-        runs[name] = {"command": stages, "commit": git_commit()}
+        before = runs.get(name, {})
+        done = [] if "steps" in before else before.get("done", [])           # seconds of finished stages
+        runs[name] = {"command": stages, "commit": git_commit(), "done": done}
         self.save()
         for path in (self.out / "answers").glob(f"{folder.name}.*"):
             path.unlink()
-        seconds = 0.0
-        for number, (script, *arguments) in enumerate(stages, 1):
+        for number in range(len(done), len(stages)):
+            script, *arguments = stages[number]
             ranks = 1 if Path(script).name == "train.py" else self.cfg.ranks
             said = process([str(script_of(script))], arguments, ranks, f"{name}: {Path(script).name}")
-            of_stage = folder if number == len(stages) else f"{folder}.{number}"
+            of_stage = folder if number + 1 == len(stages) else f"{folder}.{number + 1}"
             last = json.loads(said.splitlines()[-1]) if is_datagen(script) else steps_of(of_stage)[-1]
-            seconds += last["seconds"]
-        runs[name] |= {"seconds": seconds, "steps": last["step"]}
+            done.append(last["seconds"])
+            if of_stage != folder:
+                self.save()
+        runs[name] |= {"seconds": sum(done), "steps": last["step"]}
         self.save()
-        print(f"{name}: {last['step']} steps in {seconds:,.1f} s", flush=True)
+        print(f"{name}: {last['step']} steps in {sum(done):,.1f} s", flush=True)
         return str(folder)
 
     def command(self, arm):
@@ -212,7 +204,8 @@ class Comparison:
         command = self.commands[arm]
         if arm == "placebo":
             rate = round(min(max(steps_of(self.out / "base-0")[0]["reward"], 0.02), 0.98), 3)
-            command += f" --task={answers.placebo(self.cfg.task, rate, self.out.resolve() / 'placebo')}"
+            task = answers.placebo(self.task, rate, self.out.resolve() / "placebo")
+            command += f" {shlex.quote(f'--task={task}')}"
         if arm != "rft" and (self.cfg.budget == "steps" or arm in ("base", "again")):
             return command
         if arm not in self.state["amounts"]:
@@ -224,7 +217,7 @@ class Comparison:
         single stage is timed beside the base's first steps, as later ones take another time. Several stages
         are timed twice, since a question's seconds fall with the number of questions."""
         base = self.state["runs"]["base-0"]
-        few = PROBE_QUESTIONS if is_datagen(command) else min(PROBE_STEPS, base["steps"])
+        few = PROBE_QUESTIONS if is_datagen(words_of(command)[0]) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
         if "&&" not in self.commands["base"] + command:
             ratio = seconds_at(self.out / "base-0", few) / seconds_at(folder, few)
@@ -232,7 +225,7 @@ class Comparison:
         self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
         short, longer = (self.state["runs"][f"{arm}-{name}"]["seconds"] for name in ("probe", "probe2"))
         of_one = max(longer - short, longer / 10) / (4 * few)    # the probes differ by noise too
-        return max(1, round(few + (base["seconds"] - short) / of_one))
+        return max(1, few // 10, round(few + (base["seconds"] - short) / of_one))
 
     def answer(self, name, model, seed):
         """Have eval.py answer the questions, unless it has, and return its files, greedy and sampled."""
@@ -263,15 +256,13 @@ class Comparison:
 
     def figures(self):
         """Return ({arm: {measure: [seeds, questions]}}, {arm: mean seconds}, a note on the questions)."""
-        trained = answers.trained_on(self.folders)
-        texts = [answers.normalized(question["question"]) for question in self.asked]
-        kept = [i for i, text in enumerate(texts) if text not in trained]
+        kept, trained = answers.unseen(self.asked, self.folders)
         shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in self.files.items()}
         seconds = {arm: fmean(self.state["runs"][f"{arm}-{seed}"]["seconds"] for seed in range(len(by_seed)))
                    for arm, by_seed in self.files.items() if arm in self.commands}
         return shares, seconds, (
-            f"{len(kept)} questions of {self.cfg.task}, without {len(texts) - len(kept)} that are among the "
-            f"{len(trained):,} in the runs' training records")
+            f"{len(kept)} questions of {self.cfg.task}, without {len(self.asked) - len(kept)} that are among "
+            f"the {trained:,} in the runs' training records")
 
 
 # --- the verdict ---
@@ -304,12 +295,14 @@ def verdicts(cfg, shares, seconds):
 # --- main ---
 
 def check(cfg, commands):
-    """Check every command's options, and set those of the evaluation that come from the base."""
+    """Check every command's options, set those of the evaluation and of the control rft that come from the
+    base, and return the base's task."""
     if bool(cfg.start) == bool(cfg.start_command):
         raise BadInput("Give either --start=, a run folder or model, or --start_command=, which makes one.")
-    if "placebo" in commands and not ("start" in cfg.controls and cfg.command.startswith("grpo.py")):
-        raise BadInput("The control placebo needs a base of grpo.py and is compared with the start: give "
-                       "--controls=start,placebo, or leave it out.")
+    of_grpo = cfg.command.startswith("grpo.py") and "&&" not in cfg.command
+    if "placebo" in commands and not ("start" in cfg.controls and of_grpo):
+        raise BadInput("The control placebo needs a base of grpo.py alone and is compared with the start: "
+                       "give --controls=start,placebo, or leave it out.")
     for command in (*commands.values(), *filter(None, [cfg.start_command])):
         stages = stages_of(command, cfg.start or "start", 0, Path(cfg.out_dir, "check"))
         options = [options_of(*stage) for stage in stages]
@@ -318,17 +311,21 @@ def check(cfg, commands):
         if command == cfg.command:
             base = options[-1]
     default = "unit_conversion" if "task" in base else str(base.get("dataset")).partition("task:")[2]
-    cfg.task = tasks.spec_of(cfg.task or base.get("task") or default)
+    task = tasks.spec_of(base.get("task") or default or cfg.task or "")
+    cfg.task = tasks.spec_of(cfg.task or task)
     if not cfg.task:
         raise BadInput("The base has no task to answer questions of: give --task=.")
     cfg.max_new_tokens = cfg.max_new_tokens or base.get("max_new_tokens", 128)
+    if "rft" in commands and not cfg.rft:
+        commands["rft"] = RFT.format(shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens)))
+    return task
 
 
 def main(argv):
+    end_on_signals()
     cfg = config.load(Config, argv)
     commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
-    check(cfg, commands)
-    runs = Comparison(cfg, commands)
+    runs = Comparison(cfg, commands, check(cfg, commands))
     for seed in range(cfg.seeds):
         runs.run_all(seed)
     shares, seconds, note = runs.figures()

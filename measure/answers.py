@@ -78,6 +78,16 @@ def trained_on(folders):
     return asked
 
 
+def unseen(questions, folders):
+    """Return (indices of the questions that are not in the runs' training records, number of these).
+    BadInput if hardly one is left."""
+    trained = trained_on(folders)
+    kept = [i for i, one in enumerate(questions) if normalized(one["question"]) not in trained]
+    if len(kept) < 2:
+        raise BadInput("The runs trained on the test questions: make the splits of the task differ.")
+    return kept, len(trained)
+
+
 # --- answers ---
 
 def vote(completion):

@@ -31,10 +31,11 @@ def git(out, *words):
 
 def keep_copy(tree, out):
     """Copy a tree, but no page or test, to out/trees/DIGEST, and return the digest, git's of these files."""
-    is_folder = Path(tree).is_dir()
-    git(out, *([f"--work-tree={Path(tree).resolve()}", "add", "--all"] if is_folder else ["read-tree", tree]))
+    folder = Path(tree).resolve()
+    git(out, *([f"--work-tree={folder}", "add", "--all"] if folder.is_dir() else ["read-tree", tree]))
+    own = [str(out.relative_to(folder))] if out.is_relative_to(folder) else []
     git(out, "rm", "-rf", "--cached", "--ignore-unmatch", "docs", "experiments", "notebooks", "tests", "*.md",
-        "*.log", "*.out")
+        "*.log", "*.out", *own)
     digest = git(out, "write-tree")[:12]
     git(out, "checkout-index", "--all", "--force", f"--prefix={out}/trees/{digest}/")
     return digest
@@ -57,14 +58,15 @@ def is_hopeless(figures, cfg):
 
 def decide(cfg, trees):
     """Run trees {"base": folder, "candidate": folder} in turn, and return the verdict and its figures."""
-    runs = compare.Comparison(cfg, {arm: in_tree(cfg.command, tree) for arm, tree in trees.items()})
+    runs = compare.Comparison(cfg, {arm: in_tree(cfg.command, tree) for arm, tree in trees.items()}, cfg.task)
     runs.first_seed = answers.seed_of(runs.out.name, "seeds")              # others for each decision
     for seed in range(cfg.seeds):
         try:
             runs.run_all(seed)
-        except (config.BadInput, guard.Failure, LookupError) as e:         # LookupError: it logs no steps
-            if runs.running != "candidate" or re.search("Another run|not be written|ended with -", str(e)):
-                raise                        # not the candidate's fault
+        except (config.BadInput, guard.Failure, LookupError, ValueError, ArithmeticError) as e:
+            others = "Another run|not be written|ended with -|exitcode +: -"             # not its fault
+            if runs.running != "candidate" or re.search(others, str(e)):
+                raise
             return f"failed  {type(e).__name__}: {e}"
         if seed + 1 >= intervals.FEWEST:
             shares, seconds, _ = runs.figures()
@@ -99,7 +101,7 @@ def main(argv):
             continue
         best = [line.split()[2] for line in lines if line.split()[3] in ("first", "better")][-1]
         files = git(out, "diff-tree", "-r", "--name-only", best, digest).split()
-        cfg.out_dir = str(out / "decisions" / f"{digest}-{best}")
+        cfg.out_dir = str(out / "decisions" / f"{out.name}-{digest}-{best}")     # the name draws the seeds
         verdict = decide(cfg, {"base": out / "trees" / best, "candidate": out / "trees" / digest})
         lines.append(f"{time.strftime('%F %R')}  {digest}  {verdict}  {change} ({', '.join(files)})")
         checkpoint.write_atomically(log, "".join(f"{line}\n" for line in lines).encode())

@@ -1,7 +1,9 @@
 """Run the stages' scripts as processes, read their logs, and alternate implementations."""
 import contextlib
+import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -14,7 +16,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from runtime import guard
+from runtime import config, guard
 from runtime.config import BadInput
 from runtime.log import read_lines, read_run
 from runtime.progress import ProgressLine, track
@@ -29,7 +31,8 @@ SAVING = 60                                  # seconds that a stopped process ha
 def end_on_signals():
     """Let SIGTERM and SIGHUP raise SystemExit, so that processes started here end too."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:       # nohup's
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def turned(names, turn):
@@ -44,6 +47,20 @@ def words_of(text):
         return shlex.split(text)
     except ValueError as e:
         raise BadInput(f"'{text.strip()}' can't be read ({e}): correct its quotation marks.") from None
+
+
+def script_of(name):
+    """Return the path of one of the project's scripts, or of the user's."""
+    return ROOT / name if name and (ROOT / name).is_file() else Path(name)
+
+
+def options_of(script, *words):
+    """Return {option: value} of a stage, {} for a script of the user's; BadInput for a wrong option."""
+    if script_of(script).parent != ROOT:
+        return {}
+    Config = importlib.import_module(Path(script).stem).Config
+    defaults = {name: field.default for name, field in Config.__dataclass_fields__.items()}
+    return defaults | config.read_arguments(Config, words)
 
 
 def make_folder(path):
@@ -132,7 +149,9 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
                 child.kill()
             raise
     error_lines = errors.strip().splitlines() or ["no error message"]
-    error = error_lines[-1].removeprefix("error: ")
+    # torchrun writes a report of its own behind a rank's sentence, and for a killed rank its exit code
+    told = [line.strip() for line in error_lines if re.match(r"error: |\s*exitcode +: -", line)]
+    error = (told or error_lines)[-1].removeprefix("error: ")
     if child.returncode == 2 and ranks == 1:
         raise BadInput(error)
     if child.returncode not in fine:
@@ -203,8 +222,8 @@ def steps_of(folder):
 
 
 def seconds_at(folder, step):
-    """Return the seconds of training a step, until the last logged one of the first `step`."""
-    line = [line for line in steps_of(folder) if line["step"] <= step][-1]
+    """Return the seconds of training a step, until the first logged one from `step` on."""
+    line = next(line for line in steps_of(folder) if line["step"] >= step)
     return line["seconds"] / line["step"]
 
 

@@ -20,7 +20,7 @@ from typing import Annotated
 import numpy as np
 
 from measure import answers
-from measure.ceilings import cpu_name, git_commit
+from measure.ceilings import cpu_name
 from measure.gpu.run import error_message, run_process
 from measure.intervals import MOST, half_width
 from measure.referee import keep_copy
@@ -72,8 +72,11 @@ def run(script, folder, seed, questions):
         start = time.perf_counter()
         code, printed = run_process(command, None, log, env)
         seconds = time.perf_counter() - start
+    message = error_message(printed)
+    if code is None or code < 0 or code > 128 or "not be written" in message:
+        raise guard.Failure(f"{script} was stopped ({message}): the same call resumes.")
     if code:
-        return {"failed": error_message(printed)}
+        return {"failed": message}
     options = as_flags(task=TASK, dataset=questions, num_samples=SAMPLES, temperature=1, max_new_tokens=144,
                        seed=seed, device="cpu")
     try:
@@ -139,7 +142,7 @@ def main(argv):
     questions, _ = answers.draw_questions(TASK, QUESTIONS, answers.seed_of(out.name, 1), out)
     first_seed = answers.seed_of(out.name, "seeds")
     path = out / "speedrun.json"
-    state = {"cpu": cpu_name(), "commit": git_commit(), "runs": {}}
+    state = {"cpu": cpu_name(), "runs": {}}
     if path.exists():
         state |= config.read_json(path, "restore it, or choose another --out_dir=")
     if state["cpu"] != cpu_name():

@@ -15,6 +15,7 @@ from conftest import ROOT, flags
 from measure import answers, intervals, runs
 from runtime import config
 from runtime.config import BadInput
+from runtime.guard import Failure
 
 LOOKS = np.arange(intervals.FEWEST, intervals.MOST + 1)
 STUDENT = np.array([4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262])     # 97.5% at 3, 4, ..., 10 values
@@ -158,7 +159,9 @@ def test_questions_are_those_of_the_draw_and_not_of_training(tmp_path):
         answers.draw_questions("unit_conversion", 40, answers.seed_of("x", 1), tmp_path)
     (tmp_path / "rft.attempts.jsonl").write_text('{"config": {}}\n' + json.dumps(
         {"completion": "", "question": drawn[0]["question"].upper()}) + "\n")
-    assert answers.normalized(drawn[0]["question"]) in answers.trained_on([tmp_path / "run"])
+    assert answers.unseen(drawn, [tmp_path / "run"]) == ([*range(1, 50)], 1)
+    with pytest.raises(BadInput, match="make the splits of the task differ"):
+        answers.unseen(drawn[:2], [tmp_path / "run"])
 
 
 def test_the_placebo_pays_at_random_and_asks_as_the_task_does(tmp_path):
@@ -177,13 +180,12 @@ def test_the_placebo_pays_at_random_and_asks_as_the_task_does(tmp_path):
 def loaded(*argv):
     cfg = config.load(compare.Config, list(argv))
     commands = compare.commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
-    compare.check(cfg, commands)
-    return cfg, commands
+    return cfg, commands, compare.check(cfg, commands)
 
 
 def test_an_arm_changes_the_base_or_is_a_command():
-    cfg, commands = loaded("--start=out/rft", "--command=grpo.py config/grpo.py --max_steps=3", "--arm=cispo: --loss_type=cispo",
-                           "--arm=sft: train.py config/rft.py", "--controls=start,again,rft")
+    cfg, commands, _ = loaded("--start=out/rft", "--command=grpo.py config/grpo.py --max_steps=3", "--arm=cispo: --loss_type=cispo",
+                              "--arm=sft: train.py config/rft.py", "--controls=start,again,rft")
     assert commands["cispo"].endswith("--max_steps=3 --loss_type=cispo") and commands["sft"] == "train.py config/rft.py"
     assert list(commands) == ["base", "cispo", "sft", "again", "rft"] and (cfg.task, cfg.max_new_tokens) == ("unit_conversion", 144)
     data, tuned = compare.stages_of(commands["rft"], "out/rft", 4, "o/rft-4")
@@ -192,12 +194,25 @@ def test_an_arm_changes_the_base_or_is_a_command():
     first, second = compare.stages_of("train.py && grpo.py --seed=9 --init_from={start}", None, 4, "o/x")
     assert "--out_dir=o/x.1" in first and not any(word.startswith("--init_from") for word in first)
     assert second == ["grpo.py", "--seed=9", "--init_from=None", "--out_dir=o/x", "--resume=auto"]
-    assert compare.with_amount(commands["rft"], 70).startswith(f"{compare.RFT.split('&&')[0].strip()} --num_questions=70 &&")
+    assert compare.with_amount(commands["rft"], 70) == commands["rft"].replace(" &&", " --num_questions=70 &&")
+    assert cfg.arms == {"cispo": "--loss_type=cispo", "sft": "train.py config/rft.py"}
+
+
+def test_controls_train_on_the_task_of_the_base(tmp_path):
+    config_file = tmp_path / "own.py"
+    config_file.write_text("arm = 'other: --beta=0.1'")
+    cfg, commands, task = loaded(str(config_file), "--start=out/rft", "--controls=start,rft", "--task=arithmetic:2",
+                                 "--command=grpo.py config/grpo.py --task=arithmetic:1 --max_new_tokens=40")
+    assert (task, cfg.task) == ("arithmetic:1", "arithmetic:2") and "other" in commands
+    data, _ = compare.stages_of(commands["rft"], "out/rft", 4, "o/rft-4")
+    assert {"--task=arithmetic:1", "--max_new_tokens=40"} <= set(data)
+    _, commands, _ = loaded("--start=out/rft", "--controls=rft", "--rft=datagen.py --task=countdown && train.py")
+    assert commands["rft"] == "datagen.py --task=countdown && train.py"
 
 
 @pytest.mark.parametrize("flag, complaint", [
     ("--arm=x: --los_type=grpo", "did you mean loss_type"), ("--arm=again: --beta=1", "without a control's name"),
-    ("--controls=start,gain", "should name some of"), ("--controls=placebo", "compared with the start"),
+    ("--controls=start,gain", "should name some of"), ("--controls=placebo", "compared with the start"), ("--arm=a[b]: --beta=1", "and /"),
     ("--arm=x: datagen.py", "ends without a model"), ("--seeds=2", "at least 3"), ("--start=", "Give either"),
     ("--command=none.py", "does not begin with a script")])
 def test_mistakes_are_named_before_anything_runs(flag, complaint):
@@ -207,7 +222,7 @@ def test_mistakes_are_named_before_anything_runs(flag, complaint):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*.py")), ids=lambda p: p.name)
 def test_experiments_are_accepted(path):
-    cfg, commands = loaded(str(path))
+    cfg, commands, _ = loaded(str(path))
     assert len(path.read_text().splitlines()) <= 30 and len(commands) > 1
     for command in commands.values():
         for script, *words in compare.stages_of(command, "out/start", 0, "out/run"):
@@ -282,9 +297,9 @@ def test_equal_seconds_follow_from_the_first_steps(start, tmp_path, monkeypatch)
     """An arm that takes twice the seconds a step gets half the steps, and the control rft the questions: 200 take 10
     seconds and 1,000 take 22, so 70 seconds are enough for 4,200."""
     out = tmp_path / "out"
-    cfg, commands = loaded(f"--start={start}", "--command=grpo.py config/grpo.py --max_steps=40", "--arm=slow: --k_samples=16",
-                           "--controls=rft", "--budget=seconds", f"--out_dir={out}", "--questions=20")
-    comparison = compare.Comparison(cfg, commands)
+    comparison = compare.Comparison(*loaded(
+        f"--start={start}", "--command=grpo.py config/grpo.py --max_steps=40", "--arm=slow: --k_samples=16", "--controls=rft",
+        "--budget=seconds", f"--out_dir={out}", "--questions=20"))
 
     def run(name, command, seed, start):
         comparison.state["runs"][name] = {"seconds": 22.0 if "probe2" in name else 10.0, "steps": 10}
@@ -298,3 +313,54 @@ def test_equal_seconds_follow_from_the_first_steps(start, tmp_path, monkeypatch)
     assert comparison.command("slow").endswith("--k_samples=16 --max_steps=20")
     assert "--num_questions=4200 &&" in comparison.command("rft") and "max_steps=40" in comparison.command("base")
     assert runs.seconds_at(out / "slow-probe", 3) == 4
+    (out / "sparse").mkdir()
+    (out / "sparse/metrics.jsonl").write_text("".join(f'{{"step": {n}, "lr": 1, "seconds": {s}}}\n' for n, s in ((1, 9), (25, 50))))
+    assert runs.seconds_at(out / "sparse", 10) == 2              # not those of the slow first step
+
+
+def test_a_stage_that_has_finished_is_not_repeated(tmp_path, monkeypatch):
+    """Its data would be others, by rounding, than those of the next stage's checkpoint."""
+    argv = ["--start=out/rft", "--controls=rft", f"--out_dir={tmp_path / 'out'}", "--questions=20"]
+    called = []
+
+    def process(start, arguments, ranks, name):
+        called.append(name)
+        if len(called) == 2:
+            raise KeyboardInterrupt
+        folder = tmp_path / "out/rft-0"
+        if "train" in name:
+            folder.mkdir()
+            (folder / "metrics.jsonl").write_text('{"step": 7, "lr": 1, "seconds": 3}\n')
+        return '{"seconds": 2}'
+    monkeypatch.setattr(compare, "process", process)
+    with pytest.raises(KeyboardInterrupt):
+        rft_of(argv)
+    runs = rft_of(argv)
+    assert called == ["rft-0: datagen.py", "rft-0: train.py", "rft-0: train.py"]
+    assert (runs.state["runs"]["rft-0"]["seconds"], runs.state["runs"]["rft-0"]["steps"]) == (5, 7)
+
+
+def rft_of(argv):
+    runs = compare.Comparison(*loaded(*argv))
+    runs.run("rft-0", runs.commands["rft"], 0, "out/rft")
+    return runs
+
+
+def test_a_rank_s_sentence_is_found_in_torchrun_s_report(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text("import sys\nsys.exit('error: No model.\\n=====\\n  exitcode  : 1 (pid: 7)\\n=====')")
+    with pytest.raises(Failure, match="ended with 1: No model.$"):
+        runs.process([str(script)], [])
+    script.write_text("import sys\nsys.exit('W1129 worker\\n=====\\n  exitcode  : -9 (pid: 7)\\n=====')")
+    with pytest.raises(Failure, match="exitcode  : -9"):               # which the referee does not blame on a candidate
+        runs.process([str(script)], [])
+
+
+def test_a_signal_ends_what_nohup_does_not_protect(monkeypatch):
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_IGN}
+    monkeypatch.setattr(runs.signal, "getsignal", handlers.get)
+    monkeypatch.setattr(runs.signal, "signal", handlers.__setitem__)
+    runs.end_on_signals()
+    assert handlers[signal.SIGHUP] == signal.SIG_IGN
+    with pytest.raises(SystemExit, match="143"):
+        handlers[signal.SIGTERM](signal.SIGTERM, None)

@@ -70,7 +70,7 @@ def test_in_turn_until_the_verdict_and_the_better_is_kept(tree, calls, capsys):
     assert capsys.readouterr().out.count("none runs twice") == 2
     referee.main([*ARGV, tree("change = 0.0")])                               # as good as the first tree, worse than the best
     assert "  worse   -" in log()[2] and int(re.search(r"(\d+) seeds", log()[2])[1]) < 6
-    assert Path(f"out/decisions/{log()[2].split()[2]}-{log()[1].split()[2]}").exists()
+    assert Path(f"out/decisions/out-{log()[2].split()[2]}-{log()[1].split()[2]}").exists()
     states = [path.read_text() for path in Path("out/decisions").glob("*/comparison.json")]
     questions = {path.read_text() for path in Path("out/decisions").glob("*/questions-*.jsonl")}
     assert len({re.search(r"--seed=\d+", state)[0] for state in states}) == len(questions) == 2          # others for each decision
@@ -89,6 +89,14 @@ def test_a_tree_that_fails_is_dropped_and_the_next_is_compared(tree, calls):
     Path("out/log.txt").write_text("\n".join([first.replace(first.split()[2], "0" * 12), failed]))
     with pytest.raises(config.BadInput, match="isn't .*log.txt's first tree"):
         referee.main([*ARGV, tree("change = 0.1")])
+
+
+def test_a_folder_for_results_inside_the_tree_is_no_part_of_it(tree, tmp_path):
+    inside = tmp_path / "candidate/night2"
+    inside.mkdir()
+    digest = referee.keep_copy("candidate", inside)
+    (inside / "referee.lock").write_text("")
+    assert referee.keep_copy("candidate", inside) == digest == referee.keep_copy(ROOT, tmp_path)
 
 
 def test_a_kill_loses_one_run_at_most(tree, calls, monkeypatch):

@@ -90,6 +90,10 @@ def test_a_failure_of_a_candidate_is_its_verdict(game, capsys):
     said = capsys.readouterr().out
     assert "broken is no record: seed 0 failed (no more)." in said
     assert "unread is no record: seed 0 failed (eval.py can't read its model: no weights)." in said
+    killed = script("killed.sh", "kill -9 $$")
+    for _ in range(2):                                           # no fault of the script: its runs begin again
+        with pytest.raises(Failure, match="killed.sh was stopped"):
+            speedrun.main([killed, f"--out_dir={folder}/out"])
     script("reference.sh", "exit 3")
     with pytest.raises(Failure, match="reference.sh failed"):
         speedrun.main([broken, f"--out_dir={folder}/out"])
