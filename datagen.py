@@ -1,8 +1,8 @@
 """Sample many solutions per question and keep the verified ones: rejection sampling (RFT, Yuan et al. 2023).
 
-    python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10 --temperature=0.6
+    python datagen.py --init_from=out/base --task=unit_conversion --oversample=10 --temperature=0.6
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
-    torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
+    torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=gsm8k
 
 Writes data/rft.json, [[question, answer, reasoning], ...] (of an episode, a list of the model's and the
 environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The
@@ -54,8 +54,8 @@ class Config:
     task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME@WEIGHT+NAME, in a config file {NAME: WEIGHT}
     output: str = "data/rft.json"            # the verified solutions
-    overwrite: bool = False                  # start over instead of resuming from the logged attempts (ranks
-                                             # that torchrun or SLURM restarts resume)
+    overwrite: bool = False                  # start over instead of resuming from the logged attempts (a
+                                             # restart by torchrun or SLURM resumes)
     # questions
     split: Literal["train", "valid"] = "train"     # of the task's questions
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
@@ -67,7 +67,8 @@ class Config:
     # sampling
     temperature: NonNegativeFloat = 0.6      # of sampling
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
-    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
+    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this; on a GPU at
+                                             # most 1,024, without top_k
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     max_new_tokens: PositiveInt = 128        # longest completion
     seed: NonNegativeInt = 0                 # of samples, and of generated questions
@@ -194,17 +195,13 @@ class Attempts:
         return file
 
 
-def lock_of(output):
-    return f"{examples.attempts_path(output)}.lock"
-
-
 def open_log(cfg, header, n_questions):
     """Lock an output and return its Attempts."""
     try:
         Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(cfg.output).is_dir():
             raise BadInput(f"{cfg.output} is a folder: choose another --output=.")
-        lock.take(lock_of(cfg.output), cfg.output, "--output=")
+        lock.take(f"{examples.attempts_path(cfg.output)}.lock", cfg.output, "--output=")
         return Attempts(cfg.output, header, cfg.overwrite, range(n_questions), range(cfg.oversample))
     except OSError as e:
         raise BadInput(f"{cfg.output} can't be written ({e.strerror}): choose another --output=.") from None
@@ -248,8 +245,8 @@ class Share:
         self.cfg = cfg
         self.pipeline = pipeline
         self.file = file
-        self.keys = range(distributed.rank(), n_questions, distributed.world_size())
-        self.records = {key: {} for key in self.keys}        # {question's number: {sample: record}}
+        # {question's number: {sample: record}}
+        self.records = {key: {} for key in range(distributed.rank(), n_questions, distributed.world_size())}
         for (key, index), record in attempts.records.items():
             if key in self.records:
                 self.records[key][index] = record
@@ -264,7 +261,7 @@ class Share:
         cfg = self.cfg
         per_round = cfg.keep_per_question if cfg.stop_early else cfg.oversample
         for first in range(0, cfg.oversample, per_round):
-            for key in self.keys:
+            for key in self.records:
                 if cfg.stop_early and closes_at(self.records[key], cfg.keep_per_question)[0] is not None:
                     continue
                 last = min(first + per_round, cfg.oversample)
@@ -324,7 +321,7 @@ def sample(cfg, pipeline, questions, requests, attempts, stop):
             if stop.received is not None:
                 break
         share.add(pipeline.graded(wait=stop.received is None))
-    tokens = pipeline.engine.progress.tokens if pipeline.engine.progress else 0
+    tokens = pipeline.engine.progress.tokens
     return share.new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pipeline.pool.counts}
 
 
@@ -360,8 +357,7 @@ def number(answer):
 def figures(cfg, questions, records, rows, counted, solutions, cost):
     """Return the run's figures as a dictionary (--json)."""
     verdicts = Counter(r["verdict"] for r in counted)
-    lengths = [len(r["ids"]) - forced_tokens(r.get("forced", ())) for r in records if r["kept"]]
-    lengths = sorted(lengths) or [0]
+    lengths = sorted(len(r["ids"]) - forced_tokens(r.get("forced", ())) for r in records if r["kept"]) or [0]
     grades = {}
     for r in sorted(counted, key=lambda r: (r["number"], r["sample"])):
         grades.setdefault(r["number"], []).append(grade_of(r))
@@ -442,7 +438,6 @@ def finish(cfg, questions, attempts, shares, dropped):
     write_atomically(Path(cfg.output), ("[" + ",\n ".join(map(json.dumps, rows)) + "]\n").encode())
     for path in attempts.parts():
         path.unlink()
-    lock.release(lock_of(cfg.output))
     f = figures(cfg, questions, attempts.records.values(), rows, counted, solutions, cost)
     print(summary(f, cfg, dropped))
     if not rows:
@@ -492,15 +487,13 @@ def header_of(cfg, dtype, tokenizer, model, task, form, questions, requests):
 
 
 def main(argv):
+    distributed.init()
     cfg = config.load(Config, argv)
     # A rank that torchrun restarts resumes, and so does a job that SLURM requeues.
     cfg.overwrite &= not any(int(os.environ.get(f"{launcher}_RESTART_COUNT") or 0)
                              for launcher in ("TORCHELASTIC", "SLURM"))
     check(cfg)
-    distributed.init()
-    if cfg.deterministic:
-        hardware.ignore_alignment()
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False, deterministic=cfg.deterministic)
     source = distributed.on_main(lambda: hub.find(cfg.init_from))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load()                    # in CPU memory; the engine copies it to the GPU
@@ -522,8 +515,13 @@ def main(argv):
                         device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode,
                         half_weights=cfg.dtype == "auto")
         engine.check(max(requests, key=lambda request: len(request.ids)))
+    if cfg.deterministic and engine.slots != cfg.slots:
+        raise BadInput(f"Memory suffices for {engine.slots} samples at once, and --deterministic needs "
+                       f"--slots={cfg.slots}, on which the last bits depend: free memory, or start again "
+                       "with fewer.")
     dtype = engine.format if engine.half_weights else hw.dtype
     header = header_of(cfg, dtype, tokenizer, model, task, form, questions, requests)
+    del model                                # the engine has its own copy
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
         logged = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
@@ -544,7 +542,7 @@ def main(argv):
     except OSError as e:
         failure = (f"{e.filename or 'The attempts log'} could not be written ({e.strerror}): free disk "
                    "space, then repeat the command to resume.")
-    if stop.received is not None:
+    if any(number is not None for number in distributed.gather(stop.received)):
         print(f"Stopped on request; {len(new):,} more attempts are logged. Repeat the command"
               f"{' without --overwrite' if cfg.overwrite else ''} to resume.", flush=True)
         return stop.exit_code()

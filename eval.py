@@ -5,7 +5,7 @@
     python eval.py --compare out/base out/tuned --task=unit_conversion --json            on the same questions
     python eval.py out/base --task=my_reward.py --dataset=questions.jsonl
     python eval.py out/book --dataset=other.txt
-    torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
+    torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test
 
 On a text, every token but the first is predicted once, from at least block_size - stride tokens (at the
 start, from all that precede it); no token is prepended.
@@ -56,8 +56,9 @@ class Config:
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
                                              # every model and seed
     num_samples: Count = 1                   # samples per question
-    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: 0 with a
-                                             # dataset, else a grpo.py run's own, or 4 for a Hugging Face model
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: 0 with
+                                             # a dataset, a grpo.py run's own, 4 for a Hugging Face model,
+                                             # else 0
     max_new_tokens: PositiveInt = 128        # longest completion
     temperature: NonNegativeFloat = 0.0      # of sampling; 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
@@ -157,9 +158,8 @@ def evaluate_task(cfg):
     with task_errors():
         Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)       # raises for invalid options
         task = load(cfg.task)
-    if cfg.deterministic:
-        hardware.ignore_alignment()
-    hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
+    hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False,
+                        deterministic=cfg.deterministic)
     questions = distributed.on_main(lambda: read_questions(cfg, task, split))
     # check every model before hours are spent on the first
     candidates = [prepare(cfg, name, task, questions) for name in cfg.models]
@@ -295,6 +295,7 @@ def say(text):
 
 
 def main(argv):
+    distributed.init()
     cfg = config.load(Config, argv, positional="models")
     if not cfg.models or not (cfg.dataset or cfg.task):
         raise BadInput("Name a model and a text or a task: python eval.py MODEL --dataset=... or --task=...")
@@ -313,7 +314,6 @@ def main(argv):
         check_output(cfg.output)
     else:
         end_with_reader()
-    distributed.init()
     figures = evaluate_task(cfg) if cfg.task else evaluate_text(cfg)
     if cfg.json:
         say(json.dumps(for_json(figures)))

@@ -51,7 +51,7 @@ from text.provenance import check_task, common_prompt, own_task
 
 
 @dataclass
-class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints, ...
+class Config(RunOptions):                  # runtime/options.py: --resume, adapters, machine, checkpoints, ...
     # the run
     out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, rollouts/,
                                              # training.log
@@ -65,8 +65,8 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     dataset: str | None = None               # the questions: a .jsonl of {"prompt": ..., "answer": ...}
     num_questions: Count | None = None       # training questions; None: the task's default, all of a dataset
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: 0
-                                             # with a dataset, else a grpo.py run's own, or 4 for a Hugging
-                                             # Face model
+                                             # with a dataset, a grpo.py run's own, 4 for a Hugging Face
+                                             # model, else 0
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
     prompts_per_step: Count = 32             # questions in a step, all ranks together
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
@@ -360,7 +360,8 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
         mask = batch.y != IGNORE
         inputs = batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index
         # Without rewards the forward divergence has all of the gradient.
-        with run.hardware.autocast(), torch.set_grad_enabled(cfg.reward_weight > 0 or cfg.distill == "reverse"):
+        differentiated = cfg.reward_weight > 0 or cfg.distill == "reverse"
+        with run.hardware.autocast(), torch.set_grad_enabled(differentiated):
             logprobs, entropy = model.token_logprobs(*inputs)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, sums = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
@@ -439,9 +440,7 @@ def evaluate(cfg, run, pipeline, valid, recorder):
     recorder.write(run.step, "valid", completions)
     result = accuracy(grades)
     domains = by_domain(pipeline.task, questions, grades)
-    rewards = []
-    for rows in domains.values():
-        rewards.append(mean_score([row for row in rows if not row[0].error], "reward"))
+    rewards = [mean_score([row for row in rows if not row[0].error], "reward") for rows in domains.values()]
     result |= macro(rewards, "reward")
     log_evaluation(run, result, domains, grades, completions)
     # Of equal losses the first is best; of steps with equal rewards it should be the last.
@@ -465,12 +464,10 @@ def build_model(cfg, hw, shape, found, resuming):
 def make_engine(cfg, run, slots, context, tokenizer, task):
     """Return the Engine. Checkpoints keep the number of its slots, since logprobs depend on it in the last
     bits."""
-    dtype = run.hardware.sampling_dtype
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
-        engine = Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=dtype,
-                        deterministic=cfg.deterministic, decode=tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
-    return engine
+        return Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=run.hardware.sampling_dtype,
+                      deterministic=cfg.deterministic, decode=tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
 
 
 def main(argv):

@@ -1,7 +1,7 @@
 """Export a model: Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), or one GGUF file.
 
-    python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads, with
-                                     # a model card; `hf upload NAME exported` publishes it
+    python hf.py out/base exported   # a folder for transformers.AutoModelForCausalLM.from_pretrained, with a
+                                     # model card; `hf upload NAME exported` publishes it
     python hf.py out/base --gguf     # base-F16.gguf for llama.cpp; --gguf=Q8_0: half the size
 """
 import contextlib

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 n_layer = 2
 n_head = 4
-n_embd = 64                                  # with these, 102,912 parameters
+n_embd = 64                                  # with these, 102,784 parameters
 max_new_tokens = 32                          # a token is a character; the longest answer has 31
 CHARACTERS = "0123456789+=: \n"              # a newline ends a document
 PROMPT = len("247+385:")
@@ -100,7 +100,7 @@ class GPT(nn.Module):
 
 
 def token_logprobs(model, texts, first):
-    """Return the log-probabilities [B, T] of texts from position `first` on, 0 elsewhere; their number."""
+    """Return the log-probabilities [B, T - 1] of texts from position `first` on, else 0; their number."""
     x = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
     y = torch.full_like(x, -100)              # a target that does not count
     for i, text in enumerate(texts):

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad, chunk_loss, drop_out,
-                        rms_norm)
+from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad, chunk_loss,
+                        drop_out, rms_norm)
 
 CPU_LOGITS_PER_CHUNK = 2**25                 # 128 MiB in fp32
 CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # where GPT.divergence recomputes them in the backward pass
@@ -213,8 +213,7 @@ def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
     ours = F.log_softmax(model.logits(h) / temperature, dim=-1)
     with torch.no_grad():
         # Qwen2.5-7B has 128 unused ids more than Qwen2.5-0.5B.
-        logits = teacher.logits(teacher_h)[:, :ours.shape[1]]
-        theirs = F.log_softmax(logits / temperature, dim=-1)
+        theirs = F.log_softmax(teacher.logits(teacher_h)[:, :ours.shape[1]] / temperature, dim=-1)
     return F.kl_div(ours, theirs, reduction="sum", log_target=True), F.nll_loss(ours, y, reduction="sum")
 
 
@@ -233,13 +232,14 @@ class CompiledParts(NamedTuple):
         that they can be reduced across ranks during the rest. blocks: whether to compile them.
         """
         block = torch.compile(call_block, mode=mode, dynamic=dynamic) if blocks else call_block
-        # Not dynamic: the kernel needs the constant number of ids to know how rows are aligned.
+        # Not dynamic=True: the kernel needs the constant number of ids to know how rows are aligned.
         loss = torch.compile(chunk_loss, mode=mode, dynamic=None)
         return cls(block, loss, cache(partial(torch.compile, mode=mode, dynamic=True)))
 
 
 def logits_per_chunk(device):
-    """Return the number of logits per chunk; up to four fp32 tensors of that size exist at once.
+    """Return the number of logits per chunk; up to four fp32 tensors of that size exist at once (with a
+    teacher, five).
 
     On a GPU each takes 1/64 of total memory. Free memory varies between runs, which would vary rounding.
     """

@@ -231,6 +231,7 @@ def sample_texts(cfg, name, hw, task, pool, question):
 
 
 def main(argv):
+    distributed.init()
     cfg = config.load(Config, argv, positional="model")
     if not cfg.model:
         raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
@@ -240,13 +241,10 @@ def main(argv):
         raise config.BadInput("--interactive and --chat read prompts from standard input, one sample each: "
                               "leave out --prompt and --num_samples, and give one of the two.")
     end_with_reader()
-    distributed.init()
     task, pool = open_task(cfg) if cfg.task else (None, None)
     if task and cfg.stop is None:
         cfg.stop = task.stop
-    if cfg.deterministic:
-        hardware.ignore_alignment()
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False, deterministic=cfg.deterministic)
     if cfg.interactive or cfg.chat:
         if distributed.world_size() > 1:
             raise config.BadInput("--interactive and --chat need one process: run them without torchrun.")

@@ -42,7 +42,7 @@ from text.tokenizer import Tokenizer
 
 
 @dataclass
-class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints, ...
+class Config(RunOptions):                  # runtime/options.py: --resume, adapters, machine, checkpoints, ...
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, a run folder, a Hugging Face folder, GGUF file or hub
@@ -216,23 +216,24 @@ def build_model(cfg, hw, shape, found, resuming):
 
 # --- training ---
 
-def compile_and_fit(cfg, run, dataset):
+def compile_and_fit(cfg, run, dataset, teacher):
     """Return the TrainedModel, with the micro-batch that fits in memory. If torch.compile fails, the model is
     eager."""
     sizes = memory.divisors(run.state.micro_batch, cfg.sequences // distributed.world_size())
     advice = partial(memory.advice, run.model, run.hardware, dataset.longest,
                      optim.pending_bytes(run.optimizers))
-    return memory.fit(run, sizes, partial(try_step, cfg, run, dataset), advice)
+    return memory.fit(run, sizes, partial(try_step, cfg, run, dataset, teacher), advice)
 
 
-def try_step(cfg, run, dataset, micro_batch):
+def try_step(cfg, run, dataset, teacher, micro_batch):
     """Return (TrainedModel, exception of memory.rehearse or None) of a dry run with this micro-batch."""
     hw = run.hardware
     passes = min(2, -(-cfg.sequences // distributed.world_size() // micro_batch))
     model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=not is_text(dataset))
     prefix = None if is_text(dataset) else dataset.prefix
     return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes,
-                                  optim.pending_bytes(run.optimizers), prefix=prefix)
+                                  optim.pending_bytes(run.optimizers), prefix=prefix,
+                                  loss_of=teacher and partial(teacher.loss, model))
 
 
 def train(cfg, run, model, dataset, held_out, teacher, flops_per_token):
@@ -248,9 +249,8 @@ def train(cfg, run, model, dataset, held_out, teacher, flops_per_token):
         run.start_step()
         # Micro-batches: x [micro_batch, T] token ids, y the next ids, of examples also the index of targets
         # and the beginning that all of them share. num_targets counts all micro-steps and ranks.
-        micro_batches = []
-        for batch in next(loader):
-            micro_batches.append([tensor.to(hw.device, non_blocking=True) for tensor in batch])
+        micro_batches = [[tensor.to(hw.device, non_blocking=True) for tensor in batch]
+                         for batch in next(loader)]
         num_tokens, num_targets = dataset.tokens(run.step)
         run.end_phase("data")
 
@@ -289,8 +289,9 @@ def main(argv):
     cfg = config.load(Config, argv, frozen=frozen, saved_of=model_options, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
+    of_examples = examples.is_examples_file(cfg.dataset, cfg.text_key)
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
-                        cfg.keep_memory, fixed_shapes=not examples.is_examples_file(cfg.dataset, cfg.text_key))
+                        cfg.keep_memory, fixed_shapes=not of_examples)
 
     # Data and model. init_from sets architecture and tokenizer.
     found = None
@@ -325,7 +326,7 @@ def main(argv):
                                               "teacher": source and source.identity(cfg.teacher)})
     with hw.deterministic_kernels(), run.open(tokenizer, provenance, doctor.start, resuming):
         teacher = experimental.teacher_of(cfg, hw, source)
-        model = compile_and_fit(cfg, run, dataset)
+        model = compile_and_fit(cfg, run, dataset, teacher)
         dataset.micro_batch = run.state.micro_batch
         dataset.multiple = hw.length_multiple
         flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)

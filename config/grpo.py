@@ -2,7 +2,8 @@
 
     python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion
 
-For a million parameters. A larger model, or adapters, take --learning_rate=none: the default (docs/training.md).
+For a million parameters. A larger model, or adapters, take --learning_rate=none: the default
+(docs/training.md).
 """
 init_from = "out/rft"
 out_dir = "out/grpo"

@@ -420,8 +420,8 @@ def greedy_falls(run):
     fall, rises = held_out_fall(run)
     if not fall or rises and (run.last("epoch") or 2) > 1:
         return None
-    advice = (f"lower --learning_rate={run.config.get('learning_rate')} to a third, or --temperature, which is "
-              f"{run.config.get('temperature', 1):g}, and keep the best checkpoint")
+    advice = (f"lower --learning_rate={run.config.get('learning_rate')} to a third, or --temperature, which "
+              f"is {run.config.get('temperature', 1):g}, and keep the best checkpoint")
     if not rises:
         return f"{fall}: updates do more harm than good; {advice}."
     return (f"{fall}, although no question has been asked twice. Either sampled answers improve at the "

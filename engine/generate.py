@@ -6,7 +6,7 @@
 
 Samples wait for free slots. A prompt is prefilled once and copied to the slots of its samples. All running
 samples decode together, one token per step. The host launches steps and reads the results every `poll` steps.
-With an `environment` (rollouts/episodes.py), a sample that stops may go on behind tokens that it gives.
+With an `environment` (rollouts/episodes.py), a sample that stops may go on, after the environment's tokens.
 
 The host's part is engine/scheduler.py, the device's engine/runner.py.
 """
@@ -65,8 +65,8 @@ class Engine:
         sampling: for this call; None: the engine's.
         environment: ask(Sample) is called when a sample stops, and returns whether it is to go on; then
         replies(wait) returns [(Sample, ids to put behind it, or None: it has ended)], and waits for at least
-        one if asked to. Other samples run on meanwhile. max_new_tokens counts a sample's own tokens and, for
-        themselves, the environment's.
+        one if asked to. Other samples run on meanwhile. max_new_tokens limits a sample's own tokens and,
+        separately, the environment's.
 
         When out of memory, restart the samples in flight with half the slots. Their noise is the same, and so
         is the result.
@@ -141,8 +141,8 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, scheduler):
-        """Append replies and decode until the next poll. Return ids and logprobs [B, steps]; () if all samples
-        are paused."""
+        """Append replies and decode until the next poll. Return ids and logprobs [B, steps]; () if all
+        samples are paused."""
         runner = self.runner
         if scheduler.environment:
             for slots, positions, ids in scheduler.resume():

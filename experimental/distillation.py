@@ -22,8 +22,8 @@ def find_teacher(cfg, resuming):
     parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
     for key, part in parts.items():
         if key in recorded and recorded[key] != getattr(source, key):
-            raise BadInput(f"{part} of the teacher {cfg.teacher} changed after the run in {cfg.out_dir} began: "
-                           "restore the teacher to resume, or start a new run with "
+            raise BadInput(f"{part} of the teacher {cfg.teacher} changed after the run in {cfg.out_dir} "
+                           "began: restore the teacher to resume, or start a new run with "
                            f"--init_from={cfg.out_dir} and another --out_dir=.")
     return source
 

@@ -32,7 +32,7 @@ def project(gram, orders):
 
 
 class PCGrad:
-    """Yields the micro-batches of an optimizer step by domain and sets the parameters' gradients to PCGrad's."""
+    """Yields the micro-batches of an optimizer step by domain and sets the gradients to PCGrad's."""
 
     def __init__(self, cfg, run, stream):
         self.cfg = cfg

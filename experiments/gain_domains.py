@@ -1,5 +1,5 @@
-"""The controls of docs/compare.md on six domains at once: GRPO beside no training, a vote, random rewards, and
-rejection sampling for the same seconds (docs/gain.md).
+"""The controls of docs/compare.md on six domains at once: GRPO beside no training, a vote, random rewards,
+and rejection sampling for the same seconds (docs/gain.md).
 
     bash runs/domains.sh
     python compare.py experiments/gain_domains.py

@@ -1,4 +1,4 @@
-"""The parts of OKADFA in the quickstart's base model, with as many seconds as its 300 steps take (docs/okadfa.md).
+"""The parts of OKADFA in the quickstart's base model, for the seconds of its 300 steps (docs/okadfa.md).
 
     python compare.py experiments/okadfa.py
 

@@ -146,8 +146,8 @@ def write_config(config):
             differences.append([f"{name}={value}" for name, value in vars(config).items()
                                 if value != getattr(other, name)])
     nearest = min(differences, key=len, default=["this shape"])
-    raise BadInput(f"transformers has no architecture with {', '.join(nearest)} and the model's other options: "
-                   "export an architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
+    raise BadInput(f"transformers has no architecture with {', '.join(nearest)} and the model's other "
+                   "options: export an architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
 
 
 def write_gpt2(config):

@@ -43,8 +43,8 @@ def initial_qk_gain(config):
     FAVOR+ with sum starts with short queries and keys, so that every q . k / sqrt(D) is at most 1 and
     products of features approximate softmax's weights: with 256 features and D = 64 the error is 0.1 instead
     of 1.9 times the weight at a gain of 1. Training adapts the gain (533 steps of docs/okadfa.md's model:
-    1.66 instead of 1.71 nats). With delta, whose weights are not softmax's, such similar features would leave a
-    fifth of the output."""
+    1.66 instead of 1.71 nats). With delta, whose weights are not softmax's, such similar features would leave
+    a fifth of the output."""
     return config.head_dim**-0.25 if (config.mixer, config.mixer_rule) == ("favor", "sum") else 1.0
 
 

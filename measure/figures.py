@@ -42,7 +42,8 @@ def main(argv):
     figures = read()
     for name in argv:
         if name not in figures:
-            print(f"error: docs/figures.json has no figure {name}: give ids of docs/benchmarks.md.", file=sys.stderr)
+            print(f"error: docs/figures.json has no figure {name}: give ids of docs/benchmarks.md.",
+                  file=sys.stderr)
             return 2
     for name in argv or figures:
         print(section(figures[name]))

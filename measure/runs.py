@@ -68,7 +68,8 @@ def make_folder(path):
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise BadInput(f"The folder {path} can't be made ({e.strerror}): choose another --out_dir=.") from None
+        raise BadInput(f"The folder {path} can't be made ({e.strerror}): choose another "
+                       "--out_dir=.") from None
 
 
 def as_flags(**options):
@@ -126,8 +127,8 @@ def processes(n):
 def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
     """Run a Python process, or several ranks with one thread each, and return its standard output. start: a
     script, or -m and a module. fine: accepted exit codes. env: additional variables. Raises BadInput or
-    Failure with the last line of standard error. An exception here, as of Ctrl-C, stops the process, which may
-    save."""
+    Failure with the last line of standard error. An exception here, as of Ctrl-C, stops the process, which
+    may save."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": python_path} | (env or {})
     command = [sys.executable]

@@ -27,8 +27,8 @@ UNFINISHED = Grade(0.0, {}, "", None)
 # --- requests ---
 
 def few_shot_of(cfg, source):
-    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and for questions
-    from a dataset, whose task may have no examples, and 4 for a Hugging Face model. source: hub.ModelSource."""
+    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and for
+    questions from a dataset, whose task may have no examples, and 4 for a Hugging Face model (source)."""
     if cfg.few_shot is not None:
         return cfg.few_shot
     if getattr(cfg, "dataset", None):
@@ -176,8 +176,7 @@ class Pipeline:
 
     def speed(self):
         """Return the engine's tokens/s as text."""
-        progress = self.engine.progress
-        return f"{progress.tokens_per_s:,.0f} tokens/s" if progress else ""
+        return f"{self.engine.progress.tokens_per_s:,.0f} tokens/s"
 
     def graded(self, wait=False):
         """Return the Completions graded since the last call, in sampling order. wait: until all are

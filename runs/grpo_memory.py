@@ -3,8 +3,8 @@
     python -m runs.grpo_memory gpt2 24 2 91 config/grpo_4090x2.py
     python -m runs.grpo_memory qwen2.5-1.5b 80 8 768 config/grpo_a100x8.py --tokens_per_micro_batch=16384
 
-Arguments: the model, GiB and number of cards, tokens of the longest prompt, and those of grpo.py. The peak is that
-of an update, without CUDA's own memory; torch.compile saves a part of the activations.
+Arguments: the model, GiB and number of cards, tokens of the longest prompt, and those of grpo.py. The peak is
+that of an update, without CUDA's own memory; torch.compile saves a part of the activations.
 """
 import dataclasses
 import os
@@ -27,8 +27,8 @@ SHAPES = {
 
 
 def memory_of(cfg, shape, card, prompt):
-    """Return {use: bytes} on each card. cfg: checked options of grpo.py; shape: a GPTConfig; card: its GiB, of
-    which a chunk of logits is a share; prompt: tokens of the longest."""
+    """Return {use: bytes} on each card. cfg: checked options of grpo.py; shape: a GPTConfig; card: its GiB,
+    of which a chunk of logits is a share; prompt: tokens of the longest."""
     model = on_meta(shape, "sdpa", cfg.gradient_checkpointing)
     hw = hardware.setup("cpu", dtype="bf16", attention="sdpa", compile=cfg.compile)
     hw = dataclasses.replace(hw, device=torch.device("cuda"))
@@ -52,8 +52,8 @@ def memory_of(cfg, shape, card, prompt):
 
 def main(argv):
     if len(argv) < 4 or argv[0] not in SHAPES or not all(number.isdigit() for number in argv[1:4]):
-        raise config.BadInput(f"Give a model ({', '.join(SHAPES)}), GiB and number of cards, tokens of the longest "
-                              "prompt, and options of grpo.py.")
+        raise config.BadInput(f"Give a model ({', '.join(SHAPES)}), GiB and number of cards, tokens of the "
+                              "longest prompt, and options of grpo.py.")
     name, card, cards, prompt, *options = argv
     os.environ["WORLD_SIZE"] = cards
     cfg = config.load(grpo.Config, options)

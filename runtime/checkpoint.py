@@ -311,7 +311,8 @@ def load_base(out_dir, device="cpu"):
     """Return the weights that save_base wrote, {name: tensor}; BadInput if the file is damaged."""
     file = Path(out_dir) / "base.safetensors"
     if not file.exists():
-        raise BadInput(f"There is no {file}: leave --beta out if the run began without it, or restore the file.")
+        raise BadInput(f"There is no {file}: leave --beta out if the run began without it, or restore "
+                       "the file.")
     try:
         problem = sha256(file) != file.with_suffix(".sha256").read_text() and "it fails its checksum"
     except (OSError, ValueError) as e:
@@ -360,8 +361,8 @@ def choose(out_dir):
             break
     else:
         newest = f" (step {every[-1]}: {problems[every[-1]]})" if every else ""
-        raise BadInput(f"{out_dir} has no intact checkpoint{newest}: give another run, or wait until this one "
-                       "saves.")
+        raise BadInput(f"{out_dir} has no intact checkpoint{newest}: give another run, or wait until this "
+                       "one saves.")
     for other, problem in problems.items():
         sentence = f"The checkpoint of step {other} in {out_dir} is damaged ({problem}): using step {step}."
         # A running run may have deleted it meanwhile.
@@ -479,6 +480,6 @@ def launch():
         return None
     parent = os.getppid()
     began = None
-    with contextlib.suppress(OSError):       # a container's torchrun always has the same number: its start too
+    with contextlib.suppress(OSError):       # a container's torchrun has always one number: its start too
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), parent, began]

@@ -19,7 +19,8 @@ from runtime.usage import is_first_rank, load_package
 # Options that are not inherited from the run that is resumed, which has a copy of its tokenizer
 NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only", "tokenizer")
 # Options that are paths: an empty path would be the current directory.
-PATH_OPTIONS = "out_dir data_dir out output init_from dataset teacher tokenizer model models runs paths run".split()
+PATH_OPTIONS = ("out_dir", "data_dir", "out", "output", "init_from", "dataset", "teacher", "tokenizer",
+                "model", "models", "runs", "paths", "run")
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 LARGEST = 2**63 - 1                  # int64, as in torch and NumPy
 
@@ -168,7 +169,8 @@ def choose_start(given, run):
         return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
     for name, value in (("resume", "auto"), ("init_from", "resume")):
         if given.get(name) == value and given.get("overwrite"):
-            raise BadInput(f"--{name}={value} resumes the run that --overwrite would replace: leave one of them out.")
+            raise BadInput(f"--{name}={value} resumes the run that --overwrite would replace: leave one of "
+                           "them out.")
     if given.get("resume") != "auto":
         return given
     if given.get("eval_only") and run == "nothing":

@@ -229,8 +229,8 @@ class TrainedModel(nn.Module):
 
     def call(self, method, *args):
         """Call a method of the GPT, without DDP in evaluation: ranks may have different numbers of batches
-        there. CUDA graphs overwrite the outputs of the last call; a first gradient would be one of them, so it
-        is added to zeros."""
+        there. CUDA graphs overwrite the outputs of the last call; a first gradient would be one of them, so
+        it is added to zeros."""
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
             for p in self.model.parameters() if torch.is_grad_enabled() else ():

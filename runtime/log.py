@@ -48,7 +48,7 @@ class Log:
         self.doctor = doctor(read_lines(self.folder)) if doctor and self.main else None
         if cfg and cfg.tensorboard and self.main:
             from torch.utils.tensorboard import SummaryWriter
-            purge_step = None if resumed_step is None else resumed_step + 1      # earlier events are discarded
+            purge_step = None if resumed_step is None else resumed_step + 1    # earlier events are discarded
             self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10, purge_step=purge_step)
         if cfg and cfg.wandb:
             distributed.on_main(lambda: self.open_wandb(dataclasses.asdict(cfg)))

@@ -60,13 +60,15 @@ def divisors(micro_batch, share):
     return sizes
 
 
-def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, update=None, prefix=None):
+def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, update=None, prefix=None,
+             loss_of=None):
     """Try a training step with the longest sequences and (without `update`) an evaluation. Return None if
     they run and fit, else the exception; Failure if the model is sharded, since this process can't try again.
 
     Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
     where the kernel kills a process that takes too much, an estimate comes first. update(model) returns
-    grpo.py's loss of about as many positions. prefix: ids [P] that the sequences begin with.
+    grpo.py's loss of about as many positions. prefix: ids [P] that the sequences begin with. loss_of: the
+    loss of a micro-batch, None for model.loss.
     Sets model.rehearsed_s: seconds of the last micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
@@ -87,7 +89,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         for _ in model.micro_steps([None] * passes):
             clock = time.perf_counter()
             with hardware.autocast():
-                loss = update(model) if update else model.loss(x, x, None, prefix)
+                loss = update(model) if update else (loss_of or model.loss)(x, x, None, prefix)
             loss.backward()
             hardware.wait()
             model.rehearsed_s = time.perf_counter() - clock

@@ -111,8 +111,8 @@ def check_training(cfg):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
                            "out.")
     if (cfg.wandb_project or cfg.wandb_name) and not cfg.wandb and cfg.init_from != "resume":
-        raise BadInput("--wandb_project and --wandb_name have no effect without --wandb: add it, or leave them "
-                       "out.")
+        raise BadInput("--wandb_project and --wandb_name have no effect without --wandb: add it, or leave "
+                       "them out.")
     check_installed(cfg.tensorboard, cfg.wandb)
 
 

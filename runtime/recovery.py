@@ -96,8 +96,8 @@ def roll_back(run):
     if step is None or not checkpoint.has_state(out_dir, step) or run.nonfinite.rolled_back:
         path = os.path.join(out_dir, f"bad_batch_step_{run.step + 1}_rank_{distributed.rank()}.pt")
         torch.save(run.batch, path)
-        raise Failure(f"Training diverged (non-finite logits, or {run.nonfinite.patience} steps in a row with "
-                      "non-finite gradients) and there is no checkpoint left to roll back to: lower "
+        raise Failure(f"Training diverged (non-finite logits, or {run.nonfinite.patience} steps in a row "
+                      "with non-finite gradients) and there is no checkpoint left to roll back to: lower "
                       f"--learning_rate; the last batch is in {path}.", alone=False)
     dtype = run.hardware.dtype
     if dtype == "fp16":

@@ -69,7 +69,12 @@ class Run(RunState):
             base = checkpoint.base_of(self.model)
             parallel.write_on_main(base.values(),
                                    lambda values: checkpoint.save_base(cfg.out_dir, base, values))
-        self.log = Log(cfg.out_dir, self.step if resuming else None, cfg, doctor if cfg.diagnose else None)
+        try:
+            step = self.step if resuming else None
+            self.log = Log(cfg.out_dir, step, cfg, doctor if cfg.diagnose else None)
+        except BadInput:                     # __exit__ is not called yet
+            self.restore_identity()
+            raise
         for sentence in remarks_on_lr(self, resuming):
             self.log.say(sentence)
         return self

@@ -371,7 +371,8 @@ class Task:
         score = result
         parts = None
         figures = {}
-        if isinstance(result, tuple) and 2 <= len(result) <= 3 and all(isinstance(x, dict) for x in result[1:]):
+        is_tuple = isinstance(result, tuple) and 2 <= len(result) <= 3
+        if is_tuple and all(isinstance(x, dict) for x in result[1:]):
             score, parts, *more = result
             figures = more[0] if more else {}
         try:
@@ -397,8 +398,8 @@ class Task:
         if not isinstance(reply, str):
             raise TypeError(f"it returned {str(reply)[:80]}: return a text, or None to end the episode")
         if not 0 < len(reply) <= MOST_REPLY:
-            raise ValueError(f"it returned {len(reply):,} characters: return a text of 1 to {MOST_REPLY:,}, or "
-                             "None to end the episode")
+            raise ValueError(f"it returned {len(reply):,} characters: return a text of 1 to {MOST_REPLY:,}, "
+                             "or None to end the episode")
         return reply.encode(errors="replace").decode()
 
     @staticmethod

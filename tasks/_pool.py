@@ -340,7 +340,7 @@ class Pool:
             raise
 
     def read_code(self):
-        """Return {path: contents} of the user's files and of those that they import, None for a missing one."""
+        """Return {path: contents, or None} of the user's files and of those that they import."""
         files = tasks.user_files(self.spec)
         paths = [path for file in files for path in tasks.files_of(Path(self.folder, file))]
         return {path: path.read_bytes() if path.is_file() else None for path in paths}
@@ -544,7 +544,8 @@ class Worker:
         """Start a process and wait until it has loaded the task. ValueError if it can't."""
         for _ in range(3):
             if self.pool.read_code() != self.pool.code:
-                raise BrokenReward(f"{self.pool.spec} has changed since the run loaded it: restore it and resume.")
+                raise BrokenReward(f"{self.pool.spec} has changed since the run loaded it: restore it and "
+                                   "resume.")
             with self.pool.changed:
                 if self.pool.ended:
                     raise self.pool.ended
@@ -569,8 +570,8 @@ class Worker:
                 self.pool.loaded = True
                 self.pool.changed.notify_all()
             return
-        raise BrokenReward(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): check "
-                           "the code that its file runs on import.")
+        raise BrokenReward(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): "
+                           "check the code that its file runs on import.")
 
     def write(self, data):
         data = memoryview(data)

@@ -1,6 +1,7 @@
 """Rejection sampling: what is kept depends on nothing but the samples, and a stopped run goes on to the same file."""
 import itertools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -69,6 +70,16 @@ def generate(output, base, task, code=0, **knobs):
 
 def log(output):
     return [json.loads(line) for line in examples.attempts_path(output).read_text().splitlines()[1:]]
+
+
+def test_byte_identical_samples_need_their_slots(base, task, tmp_path, monkeypatch):
+    """Fewer, as beside another job on the same card, would change the last bits without a word."""
+    monkeypatch.setattr(datagen.Engine, "slots", property(lambda self: 8))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    argv = flags(**DATAGEN | dict(init_from=base, task=task, output=tmp_path / "rft.json", deterministic=True))
+    with pytest.raises(BadInput, match="Memory suffices for 8 samples at once, .* --slots=64"):
+        datagen.main(argv)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] and not (tmp_path / "rft.json").exists()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 import hub.weights
 from conftest import count_graphs, flags, largest_difference, run, trained, weights
 from experimental.distillation import Teacher, check_teacher, find_teacher
-from runtime import config, hardware
+from runtime import config, hardware, memory
 from runtime.config import BadInput
 from runtime.distributed import TrainedModel
 from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
@@ -157,6 +157,20 @@ def test_a_step_of_fine_tuning_is_that_of_both_losses(base, teacher, tmp_path, w
     assert apart(gradient(tmp_path / "run"), expected) < 1e-4
     (line,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if "grad_norm" in line]
     assert line["loss"] == pytest.approx((loss / n).item(), rel=1e-4)
+
+
+def test_the_trial_step_has_the_teachers_memory(teacher, text, tmp_path, monkeypatch):
+    rehearsed = []
+    loss, rehearse = Teacher.loss, memory.rehearse
+
+    def watched(*arguments, **options):
+        before = len(rehearsed)
+        result = rehearse(*arguments, **options)
+        assert len(rehearsed) > before and result is None
+        return result
+    monkeypatch.setattr(Teacher, "loss", lambda *arguments: rehearsed.append(arguments) or loss(*arguments))
+    monkeypatch.setattr(memory, "rehearse", watched)
+    trained(tmp_path / "run", text, teacher=teacher, max_steps=1)
 
 
 def test_the_loss_of_a_text_counts_all_positions(base, teacher):

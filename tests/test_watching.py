@@ -8,7 +8,7 @@ import pytest
 
 import forked
 import train
-from conftest import ROOT, environment, flags, metrics, trained, unknown
+from conftest import ROOT, environment, flags, metrics, run, trained, unknown
 from doctor import plot as curves
 from runtime import config, log
 from runtime.config import BadInput
@@ -60,6 +60,18 @@ def test_the_project_and_name_of_a_weights_and_biases_run(tmp_path, monkeypatch,
         monkeypatch.setenv("WANDB_PROJECT", variable)
     (tmp_path / "a").mkdir()
     assert log.Log(tmp_path / "a", cfg=RunOptions(wandb=True, **options)).wandb_run is FakeRun
+
+
+def test_a_resume_that_weights_and_biases_refuses_leaves_the_options_as_they_were(tmp_path, text, monkeypatch):
+    def init(**options):
+        raise RuntimeError("no login")
+    out = tmp_path / "run"
+    trained(out, text, max_steps=2)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=None))
+    done = run(out, text, init_from="resume", max_steps=3, wandb=True)
+    assert done.returncode == 2 and "no login" in done.stderr
+    saved = config.read_saved(out)
+    assert saved["max_steps"] == 2 and not saved["wandb"]
 
 
 def test_a_name_at_weights_and_biases_needs_it(tmp_path):

@@ -1,8 +1,8 @@
 """Render chat templates, which are programs of others, in jinja2's sandbox and in a process of its own, whose
 time and memory the kernel limits: a sandbox alone does not (three nested lists in `tojson` run for days).
 
-`python -m text.render` is the process. Each line of its standard input is a JSON list [template, [variables of
-a text, ...], characters that a text may have]; each line of its output [texts, or null; the reason]."""
+`python -m text.render` is the process. Each line of its standard input is a JSON list [template, [variables
+of a text, ...], characters that a text may have]; each line of its output [texts, or null; the reason]."""
 import contextlib
 import datetime
 import functools
@@ -79,7 +79,7 @@ def process():
 
 
 def render(template, all_variables, longest):
-    """Return the template's texts, each of at most `longest` characters. ValueError with the reason otherwise.
+    """Return the template's texts, each of at most `longest` characters, else ValueError with the reason.
     One call for several texts: a call takes 0.2 ms, of which the pipes take half."""
     with LOCK:
         worker = process()

@@ -35,7 +35,8 @@ def start_up(cfg, run, model, dataset, about, flops_per_token, num_workers, inhe
         f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps}: {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
         f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} "
-        f"loader processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
+        f"loader processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, "
+        f"{shown(hw.bandwidth, 'g', ' TB/s')}.",
         f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
         f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens per step, at "
         f"most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak {rate_shown(cfg)}.",
