@@ -323,7 +323,7 @@ def main(argv):
     check_context(cfg, script_args)
     facts = machine(hw)
     if cfg.stage == "machine":
-        print(f"{facts['hardware']}, {hw.dtype}, {facts['memory_gb']:g} GB: {recipe_rows(hw)}")
+        print(f"{facts['hardware']}, {hw.dtype}, {facts['memory_gb']:g} GiB: {recipe_rows(hw)}")
         return 0
     mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
     timestamp = facts["date"][:19].replace(":", "")

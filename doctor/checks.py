@@ -253,8 +253,10 @@ def groups_alike(run):
     if right > 0.5:
         why = ("all samples are correct: the questions have become too easy. Ask harder ones, skip solved "
                "ones with --skip_solved=2, or stop here")
-    return (f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}, or "
-            "replace such groups with --dynamic_sampling=true.")
+    is_on = run.config.get("dynamic_sampling")
+    more = "" if is_on else ", or replace such groups with --dynamic_sampling=true"
+    return (f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}"
+            f"{more}.")
 
 
 def ignores_question(run):
@@ -349,7 +351,7 @@ def rate_too_large(run):
 def reward_fell(run):
     """The reward has dropped to less than half of its best."""
     rewards = run.values("reward", run.steps)
-    if len(rewards) < 2 * MIN_LINES:
+    if len(rewards) < 2 * MIN_LINES or run.config.get("skip_solved"):      # which leaves harder questions
         return None
     now = fmean(rewards[-MIN_LINES:])
     best = max(fmean(rewards[i:i + MIN_LINES]) for i in range(len(rewards) - MIN_LINES))
@@ -440,7 +442,9 @@ def lengths_run_away(run):
         return (f"Completions grow from {first:.0f} to {now:.0f} tokens, and the reward does not penalise "
                 "length: penalise truncated ones with --overlong=penalty, and use a constant loss "
                 "denominator with --loss_type=dr_grpo.")
-    if now < first / 3:
+    rewards = run.values("reward", run.steps)
+    better = len(rewards) > MIN_LINES and fmean(rewards[-MIN_LINES:]) > fmean(rewards[:MIN_LINES]) + 0.05
+    if now < first / 3 and not better:
         return (f"Completions shrink from {first:.0f} to {now:.0f} tokens, so giving up early earns as much "
                 "as reasoning: see which completions are rewarded (python -m doctor.page).")
     return None
@@ -681,7 +685,9 @@ def slower_than_before(run):
     now = max(speeds[-MIN_LINES:])
     clock = run.values("seconds")
     hiccup = len(clock) > MIN_LINES and clock[-1] - clock[-1 - MIN_LINES] < 2
-    if now > usual / 2 or hiccup:
+    done = run.values("completions_per_s", run.steps[1:])    # of grpo.py, where short answers take less
+    as_many = done and max(done[-MIN_LINES:]) > median(done[:-MIN_LINES]) / 2
+    if now > usual / 2 or hiccup or as_many:
         return None
     return (f"The throughput is {now:,.0f} tokens/s, less than half of the earlier {usual:,.0f}: another "
             "process uses the machine, or it is throttled (see nvidia-smi, top).")

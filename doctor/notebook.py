@@ -7,6 +7,7 @@
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def run(command, ranks=1, lines=LINES, **options):
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         environment["OMP_NUM_THREADS"] = "1"
-    arguments = command.split() + [f"--{key}={value}" for key, value in options.items()]
+    arguments = shlex.split(command) + [f"--{key}={value}" for key, value in options.items()]
     # In its own session: Jupyter's stop button interrupts the notebook's session, and with the signal below
     # the command would get two, which end it before it saves.
     process = subprocess.Popen(start + arguments, env=environment, stdin=subprocess.DEVNULL,

@@ -1,13 +1,12 @@
 """Measured limits of this machine: matrix products, memory bandwidth, and the least time for sampling."""
 import contextlib
 import datetime
-import importlib.util
 import os
 import platform
 import re
 import subprocess
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -99,7 +98,11 @@ def machine(hw):
     if hw.device.type == "cpu":
         threads = torch.get_num_threads()
         name = f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}"
-    packages = ("numpy", "triton", "tokenizers", "safetensors", "transformers", "trl", "accelerate", "peft")
+    packages = {}
+    for package in ("numpy", "triton", "tokenizers", "safetensors", "transformers", "trl", "accelerate",
+                    "peft"):
+        with contextlib.suppress(PackageNotFoundError):
+            packages[package] = version(package)
     return {
         "hardware": name,
         "cores": os.cpu_count(),
@@ -107,7 +110,7 @@ def machine(hw):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
-        "packages": {name: version(name) for name in packages if importlib.util.find_spec(name)},
+        "packages": packages,
         "commit": git_commit(),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     }

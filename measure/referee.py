@@ -20,6 +20,9 @@ from measure import answers, intervals
 from measure.runs import end_on_signals, make_folder
 from runtime import checkpoint, config, guard, lock
 
+# errors that are not a candidate's fault: a kill, a full disk
+OUTSIDE = "Another run|not be written|ended with -|exitcode +: -"
+
 
 def git(out, *words):
     done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True,
@@ -64,8 +67,7 @@ def decide(cfg, trees):
         try:
             runs.run_all(seed)
         except (config.BadInput, guard.Failure, LookupError, ValueError, ArithmeticError) as e:
-            others = "Another run|not be written|ended with -|exitcode +: -"             # not its fault
-            if runs.running != "candidate" or re.search(others, str(e)):
+            if runs.running != "candidate" or re.search(OUTSIDE, str(e)):
                 raise
             return f"failed  {type(e).__name__}: {e}"
         if seed + 1 >= intervals.FEWEST:

@@ -187,7 +187,8 @@ def bench_rewards(cfg, hw, folder, script_args, log):
             "one after the other": lambda: grade_all(serial, pairs),
         }
         rates = alternate(sides, cfg.repeats, "completions/s", log, warm_up=1)
-    limit = min(WORKERS, os.cpu_count()) * statistics.median(rates["one after the other"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limit = min(WORKERS, cores) * statistics.median(rates["one after the other"])
     share = statistics.median(rates["nanoRFT"]) / limit
     return {"what": description, "unit": "completions/s", "rates": rates, "limit": limit, "share": share,
             "also": description}

@@ -19,24 +19,30 @@ for argument in "$@"; do
             exit 2 ;;
     esac
 done
+source runs/ladder.sh
+flags="--seed=$seed $base $grpo"
+[ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$flags" ] ||
+    refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
 source runs/setup.sh
 ask="--task=math:0+code:0+logic:0+simulation:0+table:0+science:0 --max_new_tokens=144"
 mkdir -p "$out"
+echo "$flags" > "$out/flags"
 
-source runs/ladder.sh
 use_all_cores 1,2,4
 
-evaluate() {                             # evaluate FLAGS...: all models on the same questions
-    $per_core eval.py --compare "$out/base" "$out/rft" "$out/mixed" $ask --num_questions=1200 "$@"
+evaluate() {                             # evaluate NAME FLAGS...: all models on the same questions
+    local file=$out/$1.txt; shift
+    $per_core eval.py --compare "$out/base" "$out/rft" "$out/mixed" $ask --num_questions=1200 "$@" > "$file"
 }
 stage base "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" \
     --seed="$seed" --resume=auto $base
-unless_exists datagen "$out/rft.json" \
+stage datagen \
     $per_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" \
     --num_questions=3600 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 stage rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" \
     --out_dir="$out/rft" --seed="$seed" --resume=auto --num_epochs=1.5
 stage mixed $per_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/mixed" \
     --seed="$seed" --resume=auto $grpo
-stage greedy evaluate
-stage sampled evaluate --num_samples=4 --temperature=1
+stage greedy evaluate greedy
+stage sampled evaluate sampled --num_samples=4 --temperature=1
+cat "$out/greedy.txt" "$out/sampled.txt"

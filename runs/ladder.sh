@@ -12,9 +12,12 @@ refuse_foreign_files() {                 # refuse_foreign_files WHOSE NAME...: i
     done
 }
 
+run_python() { "$python" "$@"; }
+run_ranks() { env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" "$@"; }
+
 # A small model samples fastest with one process per core; a GPU takes one process.
 use_all_cores() {                        # use_all_cores COUNTS: sets per_core (a launcher), device and ask
-    per_core="$python" device=
+    per_core=run_python device=
     if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
         local cores
         cores=$("$python" -c "import os
@@ -22,7 +25,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os
 print(max(n for n in ($1) if n <= cores))")                    # COUNTS divide the prompts of a step evenly
         device=--device=cpu
         ask="$ask $device"
-        per_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
+        per_core=run_ranks ranks=$cores
     fi
 }
 
@@ -39,11 +42,6 @@ timed() {                                # timed NAME COMMAND...: run it and rec
     trap - EXIT
     record_time "$name" "$start"
 }
-unless_exists() {                        # unless_exists NAME FILE COMMAND...: timed, unless FILE is there
-    local name=$1 file=$2; shift 2
-    [ -e "$file" ] || timed "$name" "$@"
-}
-
 stage() {                                # stage NAME COMMAND...: timed, unless it has finished before
     [ ! -e "$out/$1.done" ] || return 0
     timed "$@"

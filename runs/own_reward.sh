@@ -14,6 +14,10 @@ done
 source runs/ladder.sh
 also="transformers gguf"; source runs/setup.sh
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
+for name in short.py questions.jsonl held_out.jsonl; do
+    [ ! -e "$out/$name" ] || [ -e "$out/run" ] ||
+        refuse "$out/$name is there and not this script's: move it elsewhere, or give another --out_dir=."
+done
 mkdir -p "$out"
 
 cat > "$out/short.py" <<'END'
@@ -40,5 +44,6 @@ task=("--task=$out/short.py" --max_new_tokens=48)
 "$python" eval.py --compare "$model" "$out/run" "${task[@]}" --dataset="$out/held_out.jsonl" --few_shot=0 \
     --num_samples=4 --temperature=1 --seed="$seed" --output="$out/answers.jsonl"
 "$python" -m runs.smollm2 answers "$out/answers.jsonl"
-echo "What the model says: $("$python" -m doctor.page "$out" --change)"
+page=$("$python" -m doctor.page "$out" --change)
+echo "What the model says: $page"
 say_next

@@ -48,7 +48,8 @@ timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
 "$python" -m runs.summary "$out"
 echo
 for stage in base rft grpo; do "$python" -m doctor.plot "$out/$stage" --expected=quickstart_$stage; done
-echo "What the models say: $("$python" -m doctor.page "$out")"
+page=$("$python" -m doctor.page "$out")
+echo "What the models say: $page"
 
 echo; echo "A completion of the last model:"
 "$python" sample.py "$out/grpo" --prompt="Question: How many gram are there per 6 kg?

@@ -26,7 +26,9 @@ say_next() {                             # the last line of a script whose user 
 if ! has_torch || ! { has_all || is_environment; }; then
     seen=--system-site-packages
     has_torch || { seen= wanted="-r requirements.txt ${also:-}"; }
-    [ -x .venv/bin/python ] || "$python" -m venv $seen .venv
+    # also where an environment was left unfinished
+    .venv/bin/python -c "import importlib.util as i; raise SystemExit(not i.find_spec('pip'))" 2>/dev/null ||
+        "$python" -m venv $seen .venv
     python=.venv/bin/python
 fi
 if ! has_all; then

@@ -57,8 +57,10 @@ def print_answers(path):
 def main(argv):
     if argv == ["model"]:
         print(model())
-    else:
+    elif len(argv) == 2 and argv[0] == "answers":
         print_answers(argv[1])
+    else:
+        raise BadInput("Give model, or answers and eval.py's file: python -m runs.smollm2 model")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,12 @@ else
     rollout="--prompts_per_step=24 --k_samples=8 --learning_rate=3e-4"     # few steps: above the default, 2e-4
 fi
 : "${sft:=64}" "${asked:=1000}" "${questions:=500}"
+# a resume takes the model that the run began with, whether or not the hub answers now
+[ -n "$model" ] || [ ! -f "$out/flags" ] || model=$(sed -n 's/.* --model=\(.*\) --task=.*/\1/p' "$out/flags")
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
 flags="--seed=$seed --model=$model --task=$task --sft_steps=$sft --asked=$asked --grpo_steps=$grpo"
 flags="$flags --num_questions=$questions"
-refuse_foreign_files "this pipeline's" flags greedy.txt sampled.txt summary.json summary.png
+refuse_foreign_files "this pipeline's" flags greedy.txt sampled.txt summary.json summary.png report.html
 [ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$flags" ] ||
     refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
 mkdir -p "$out"
@@ -66,7 +68,8 @@ stage grpo "$python" grpo.py --init_from="$out/rft" "${ask[@]}" --out_dir="$out/
 stage greedy evaluate greedy
 stage sampled evaluate sampled --num_samples=$samples --temperature=1
 "$python" -m runs.summary "$out"
-echo "What the models say: $("$python" -m doctor.page "$out")"
+page=$("$python" -m doctor.page "$out")
+echo "What the models say: $page"
 echo; echo "A completion of the last model:"
 "$python" sample.py "$out/grpo" --task="$task" --temperature=0 --prompt="How many gram are there per 6 kg?"
 say_next

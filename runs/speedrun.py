@@ -8,6 +8,7 @@ a copy of its tree, out_dir/trees/DIGEST. out_dir/speedrun.json has every run, s
 """
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -23,7 +24,7 @@ from measure import answers
 from measure.ceilings import cpu_name
 from measure.gpu.run import error_message, run_process
 from measure.intervals import MOST, half_width
-from measure.referee import keep_copy
+from measure.referee import OUTSIDE, keep_copy
 from measure.runs import ROOT, aligned, as_flags, end_on_signals, make_folder, process, turned
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -73,7 +74,7 @@ def run(script, folder, seed, questions):
         code, printed = run_process(command, None, log, env)
         seconds = time.perf_counter() - start
     message = error_message(printed)
-    if code is None or code < 0 or code > 128 or "not be written" in message:
+    if code is None or code < 0 or code > 128 or re.search(OUTSIDE, message):
         raise guard.Failure(f"{script} was stopped ({message}): the same call resumes.")
     if code:
         return {"failed": message}
@@ -82,6 +83,8 @@ def run(script, folder, seed, questions):
     try:
         said = process([str(ROOT / "eval.py")], [folder / "model", *options, "--json"], CORES)
     except (BadInput, guard.Failure) as e:
+        if re.search(OUTSIDE, str(e)):
+            raise
         return {"failed": f"eval.py can't read its model: {e}"}
     return {"seconds": seconds, "exact": json.loads(said.splitlines()[-1])["parts"]["exact"]}
 

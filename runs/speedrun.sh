@@ -12,11 +12,11 @@ for argument in "$@"; do
     esac
 done
 common="--seed=$seed --device=cpu --overwrite"
-two_processes="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=2"
+in_two() { env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
 
 "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$out" \
     $common
-$two_processes datagen.py --init_from="$out/base" --task=unit_conversion --output="$out/rft.json" \
+in_two datagen.py --init_from="$out/base" --task=unit_conversion --output="$out/rft.json" \
     --max_new_tokens=144 --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early \
     --temperature=1 $common
 "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/model" \

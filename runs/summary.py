@@ -9,6 +9,7 @@ from pathlib import Path
 
 from doctor import plot
 from runtime import config, guard, hardware
+from runtime.config import BadInput
 
 COLORS = ("#1f5a99", "#7fa8d1", "#b0b0b0")       # of the figures
 
@@ -107,10 +108,13 @@ def write(folder, summary, report, draw, texts):
         print(f"; summary.png is not drawn, since matplotlib can't be imported ({e}).")
 
 
-def main(folder):
+def main(argv):
+    if len(argv) != 1:
+        raise BadInput("Give the folder of a pipeline: python -m runs.summary out/quickstart")
+    folder = Path(argv[0])
     summary, intervals = summarise(folder)
     write(folder, summary, print_stages, partial(draw, summary, intervals), {})
 
 
 if __name__ == "__main__":
-    guard.run(lambda argv: main(Path(argv[0])))
+    guard.run(main)

@@ -18,4 +18,4 @@ if [ "${1:-}" = --all ]; then
 else
     echo "Skipping the $(grep -c . tests/slow.txt) slow tests of tests/slow.txt; --all runs them too."
 fi
-exec "$python" -m pytest -q -n 2 --dist worksteal "${which[@]}" tests "$@"
+exec "$python" -m pytest -q -n 2 --dist worksteal ${which[@]+"${which[@]}"} tests "$@"

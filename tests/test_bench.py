@@ -97,7 +97,7 @@ def test_the_rows_of_recipes_that_are_a_machine_s(device, dtype, memory, row):
 
 def test_machine(capsys):
     assert bench.main(["--stage=machine", "--device=cpu", "--dtype=fp32"]) == 0
-    assert capsys.readouterr().out.endswith("GB: measured, bf16: no\n")
+    assert capsys.readouterr().out.endswith("GiB: measured, bf16: no\n")
 
 
 def test_train_passes_options_on(in_process, capsys, tmp_path):

@@ -341,7 +341,9 @@ def test_each_check_by_its_metrics(name, figures):
     {"truncated": 0.3, "truncated_score": 0.2}, {"truncated": 0.05, "truncated_score": 0.0},
     {"truncated": lambda step: 0.6 / step, "truncated_score": 0.0, "reward": lambda step: 0.1 + 0.05 * step},     # it learns to end
     {"most_common_share": 0.94, "most_common_questions": 18, "most_common_text": lambda step: str(step % 2)},      # a right one each time
-    {"most_common_share": 0.94, "most_common_questions": 1, "most_common_text": "yes"}, {"reply_too_long": 0.05}])
+    {"most_common_share": 0.94, "most_common_questions": 1, "most_common_text": "yes"}, {"reply_too_long": 0.05},
+    {"completion_tokens": lambda step: max(15.0, 100.0 - 10 * step), "reward": lambda step: 0.1 + 0.05 * step},    # it stops rambling
+    {"tokens_per_s": lambda step: 1000.0 if step < 10 else 300.0, "completions_per_s": 9.0}])
 def test_paid_truncation_and_answers_in_common_are_healthy(figures):
     assert not Doctor([START, *lines(15, **figures)]).findings
 
@@ -506,6 +508,16 @@ def test_metrics_without_values_are_no_finding_and_no_error():
 def test_a_reward_that_has_fallen():
     doctor = Doctor([START, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)])
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
+    start = START | {"config": START["config"] | {"skip_solved": 1}}
+    assert not Doctor([start, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)]).holding     # of the questions that are left
+
+
+def test_an_option_that_is_on_is_not_advised():
+    advice = "replace such groups with --dynamic_sampling=true"
+    for is_on in (False, True):
+        start = START | {"config": START["config"] | {"dynamic_sampling": is_on}}
+        (finding,) = Doctor([start, *lines(15, zero_variance=0.97, pass_at_1=0.99)]).holding
+        assert (advice in finding.sentence) == (not is_on)
 
 
 @pytest.mark.parametrize("name, n", [("groups_alike", 8), ("never_right", 30)])

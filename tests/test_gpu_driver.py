@@ -160,14 +160,17 @@ def test_broken(broken):
 
 """)
     end = tmp_path / "test_other.py"
-    end.write_text("import os\n\ndef test_end():\n    os._exit(7)\n")
+    end.write_text("import os\n\ndef test_first():\n    pass\n\ndef test_end():\n    os._exit(7)\n")
     stages = [Stage(path.stem, f"-m pytest -v -p no:cacheprovider --rootdir={tmp_path} {path}", 0, 60) for path in (tests, end)]
+    stages.append(Stage("none", f"{stages[0].command} -k nothing_has_this_name", 0, 60))
     code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", *stages)
     assert code == 1
     assert [(line["name"].rpartition("::")[2], line["status"]) for line in lines[1:]] == [
-        ("tests", "ok"), ("test_wrong[1]", "failed"), ("test_wrong[2]", "failed"), ("test_broken", "failed"), ("test_other", "failed")]
+        ("tests", "ok"), ("test_wrong[1]", "failed"), ("test_wrong[2]", "failed"), ("test_broken", "failed"), ("tests", "ok"), ("test_other", "failed"),
+        ("tests", "ok"), ("none", "failed")]
     assert lines[1]["figures"] == {"tests": "2 failed, 1 passed, 1 skipped, 1 error"} and lines[2]["error"] == "AssertionError: x is small"
-    assert lines[4]["error"] == "OSError: no such fixture" and lines[5]["error"].endswith("test_other.py::test_end")
+    assert lines[4]["error"] == "OSError: no such fixture" and lines[6]["error"].endswith("test_other.py::test_end")
+    assert lines[8]["error"].startswith("exit code 5")
     said = capsys.readouterr().out
     assert "| test_some | tests | 2 failed, 1 passed, 1 skipped, 1 error |" in said
     assert "| test_some | test_wrong[2] | **failed**: AssertionError: x is small |" in said and "test_nothing" not in said
@@ -355,8 +358,12 @@ def test_a_failed_compilation_is_a_failed_check(monkeypatch, tmp_path):
 def test_a_pipeline_that_was_stopped_leaves_the_figures_of_its_runs(tmp_path):
     for name, line in (("sft", {"step": 1, "loss": 2.0}), ("grpo", {"step": 1, "reward": 0.5})):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert run.checks_of_folder(tmp_path) == [outcome("grpo", figures={"reward": 0.5}), outcome("sft", figures={"loss": 2.0})]
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "config": {}, "settings": {"compile": false}}\n' + json.dumps(line) + "\n")
+    (tmp_path / "base").mkdir()              # ended before its first step
+    (tmp_path / "base/metrics.jsonl").write_text('{"step": 0, "config": {}, "settings": {"compile": false}}\n')
+    grpo, sft = run.checks_of_folder(tmp_path)
+    assert (grpo["name"], grpo["figures"]["reward"], sft["name"], sft["figures"]["loss"]) == ("grpo", 0.5, "sft", 2.0)
+    assert sft["figures"]["settings"]["compile"] is False        # a failed compilation is a failed check
 
 
 def test_a_quarter_of_an_hour_decides_what_changed():

@@ -402,6 +402,21 @@ def test_the_scripts_refuse_in_a_sentence_and_do_not_overwrite_other_files(tmp_p
     assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
 
 
+def test_own_reward_keeps_a_user_s_files(tmp_path):
+    (tmp_path / "questions.jsonl").write_text("precious")
+    done = subprocess.run(["bash", ROOT / "runs/own_reward.sh", f"--out_dir={tmp_path}", "--model=none"],
+                          env=environment(PYTHON=sys.executable), capture_output=True, text=True)
+    assert done.returncode == 2 and "questions.jsonl is there and not this script's" in done.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_domains_refuses_other_options_than_the_folder_began_with(tmp_path):
+    (tmp_path / "flags").write_text("--seed=0  \n")
+    done = subprocess.run(["bash", ROOT / "runs/domains.sh", f"--out_dir={tmp_path}", "--seed=1"],
+                          env=environment(PYTHON="false"), capture_output=True, text=True)
+    assert done.returncode == 2 and "was started with other options, --seed=0" in done.stderr
+
+
 def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
     out, python = tmp_path / "out", tmp_path / "python"
     out.mkdir()
@@ -421,7 +436,7 @@ def test_another_summary_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
     (tmp_path / "summary.json").write_text("precious")
     with pytest.raises(BadInput, match="summary.json exists"):
-        summary.main(tmp_path)
+        summary.main([str(tmp_path)])
     assert (tmp_path / "summary.json").read_text() == "precious"
 
 

@@ -16,7 +16,7 @@ case "$*" in
     *Muon*) [ -e "$here/torch" ] ;;
     *find_spec*) [ -e "$here/all" ] ;;
     *base_prefix*) [ -e "$here/environment" ] ;;
-    *venv*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && touch .venv/bin/environment &&
+    *venv*) mkdir -p .venv/bin && rm -f .venv/bin/python && cp "$0" .venv/bin/python && touch .venv/bin/environment &&
         case "$*" in *--system*) cp "$here/torch" .venv/bin/ ;; esac ;;
     *pip*) touch "$here/all" ;;
 esac
@@ -39,6 +39,9 @@ def test_packages_go_into_an_environment(tmp_path, has, used, installs):
     for name in has:
         (tmp_path / "bin" / name).touch()
     used = used.format(tmp_path)
+    if not has:                              # ensurepip was missing: an environment without pip is left
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        (tmp_path / ".venv/bin/python").symlink_to("/bin/false")
     kept = "" if "--no-compile" in (installs or "") else "1"
     environment = os.environ | {"PYTHON": str(stub), "LOG": str(tmp_path / "log"), "PYTHONDONTWRITEBYTECODE": kept}
     script = "set -euo pipefail; source runs/setup.sh; echo python=$python; say_next"

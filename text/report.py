@@ -84,8 +84,8 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures
         moved=run.moved(fingerprint(run.model)), **figures, **timings)
     run.log.say(
         f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
-        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "
-        f"| ETA {duration(seconds * (run.num_steps - run.step))}")
+        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} "
+        f"GiB | ETA {duration(seconds * (run.num_steps - run.step))}")
     run.reset_timings()
 
 

@@ -30,9 +30,11 @@ class Config:
     device: str = "auto"
 
 
-def ask_driver():
-    """Return nvidia-smi's (driver version, power limit) of the first card; (None, None) without it."""
+def ask_driver(hw):
+    """Return nvidia-smi's (driver version, power limit) of the card; (None, None) without it."""
     command = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    if hw.device.type == "cuda":
+        command.append(f"--id=GPU-{torch.cuda.get_device_properties(hw.device).uuid}")
     try:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -41,7 +43,7 @@ def ask_driver():
 
 
 def check_card(cfg, hw):
-    driver, power_limit = ask_driver()
+    driver, power_limit = ask_driver(hw)
     cuda = hw.device.type == "cuda"
     yield outcome(hw.name, figures=machine(hw) | {
         "device": hw.device.type,

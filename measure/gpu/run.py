@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from measure.runs import ROOT, check_writable
+from measure.runs import ROOT, check_writable, end_on_signals
 from runtime import config, guard, network
 from runtime.config import BadInput, PositiveFloat
 from runtime.log import read_lines
@@ -274,9 +274,11 @@ def checks_of_folder(folder):
     checks = []
     for path in sorted([*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]):
         figures = {}
+        settings = {}
         for line in read_lines(path.parent):
             figures |= {name: line[name] for name in RUN_FIGURES if isinstance(line.get(name), float)}
-        checks += [outcome(path.parent.name, figures=figures)] * bool(figures)
+            settings |= {name: line["settings"].get(name) for name in SETTINGS if "settings" in line}
+        checks += [outcome(path.parent.name, figures=figures | {"settings": settings})] * bool(figures)
     return checks
 
 
@@ -353,7 +355,7 @@ def reason_to_skip(stage, seconds_left):
     if stage.cards > max(1, torch.cuda.device_count()):
         return f"it needs {stage.cards} cards, and there is one"
     if stage.download and not (Path(stage.download).exists() or has_network()):
-        return f"it needs the network, or {stage.download}"
+        return f"it needs the network, or {'--text=FILE' if 'text' in stage.name else stage.download}"
     if seconds_left < stage.needs:
         return f"it needs at least {stage.needs} s, and {max(0.0, seconds_left):.0f} are left"
     return None
@@ -361,7 +363,8 @@ def reason_to_skip(stage, seconds_left):
 
 def is_compiled(words):
     """Return whether a stage's command asks for torch.compile."""
-    return "--compile=true" in words or "--stage=train" in words and "--compile=false" not in words
+    by_default = "--stage=train" in words or words[0] == "train.py"
+    return "--compile=true" in words or by_default and "--compile=false" not in words
 
 
 def command_of(stage):
@@ -408,7 +411,7 @@ def run_stage(stage, seconds_left, log, folder):
     if code is None:
         error = f"ended after {timeout:.0f} s; its last message: {error_message(printed)}"
         checks.append(outcome(stage.name, "timeout", error=error))
-    elif code and not any(check["name"] == "tests" for check in checks):      # else pytest named the failures
+    elif code and not (code == 1 and "pytest" in words and any(c["status"] == "failed" for c in checks)):
         checks.append(outcome(stage.name, "failed", error=f"exit code {code}: {error_message(printed)}"))
     elif not checks:
         checks.append(outcome(stage.name, "failed", error="it reported no check"))
@@ -535,8 +538,7 @@ def main(argv):
     check_machine()
     path = Path(cfg.output).resolve()
     check_output(path)
-    for number in (signal.SIGTERM, signal.SIGHUP):           # raise KeyboardInterrupt, to end all processes
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     lines = run(cfg, stages, path)
     print(f"\n{table(lines)}\n\nAll figures: {path}")
     return int(any(line["status"] in ("failed", "timeout") for line in lines))
