@@ -38,7 +38,6 @@ from rollouts.metrics import Update, facts, flops, log_evaluation, log_step, sta
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
 from rollouts.records import Recorder
-from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.checkpoint import claim
 from runtime.config import BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -503,7 +502,8 @@ def main(argv):
         lambda: experimental.find_teacher(cfg, resuming, tokenizer, found.config.vocab_size, context))
 
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
-    memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
+    sharing = sharding.ranks_that_share(cfg.parallel)
+    distributed.together(lambda: memory.check_weights(shape, hw.device, sharing), BadInput)
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     default = MICRO_BATCH_ON_CPU if hw.device.type == "cpu" else MICRO_BATCH
     micro_batch = cfg.tokens_per_micro_batch or default
@@ -517,6 +517,8 @@ def main(argv):
                                               "teacher": teacher and teacher.identity(cfg.teacher)})
     keep_base = cfg.beta > 0 and not teacher
     with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base):
+        if cfg.beta:
+            from rollouts.reference import Reference
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context, other_bytes, reference)

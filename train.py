@@ -193,7 +193,8 @@ def shape_of(cfg, hw, tokenizer, found):
     if cfg.block_size > shape.block_size:
         raise BadInput(f"--block_size={cfg.block_size} is more than the model's {shape.block_size} "
                        "positions: lower it.")
-    memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
+    sharing = sharding.ranks_that_share(cfg.parallel)
+    distributed.together(lambda: memory.check_weights(shape, hw.device, sharing), BadInput)
     return shape
 
 

@@ -19,6 +19,11 @@ def find_teacher(cfg, resuming):
     if not recorded or recorded["name"] != cfg.teacher:
         recorded = {}
     source = hub.find(cfg.teacher, recorded.get("step"))
+    step = recorded.get("step")
+    if step is not None and not checkpoint.step_folder(source.folder, step).is_dir():
+        raise BadInput(f"{cfg.teacher} no longer has the checkpoint of step {step}, with which the run in "
+                       f"{cfg.out_dir} began: restore it (its run deletes those beyond --keep_last), or start "
+                       f"a new run with --init_from={cfg.out_dir} and another --out_dir=.")
     parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
     for key, part in parts.items():
         if key in recorded and recorded[key] != getattr(source, key):

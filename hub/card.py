@@ -17,13 +17,18 @@ SHOWN = ("init_from", "dataset", "task", "max_steps", "num_epochs", "learning_ra
 def model_card(source, n_params):
     """Return the Markdown of a run's ModelSource: its command, and its figures at the exported step."""
     options = config.read_saved(source.folder)
+    lines = read_lines(source.folder)
+    began = next((line["config"] for line in lines if "config" in line), {})
+    if options.get("init_from") == "resume":
+        options |= {"init_from": began.get("init_from")}
     script = "grpo.py" if "k_samples" in options else "train.py"
     given = {name: options[name] for name in SHOWN if options.get(name) not in (None, 0, "", "resume")}
     command = shlex.join(["python", script, *(f"--{name}={value}" for name, value in given.items())])
     measured = {}
-    for line in read_lines(source.folder):
-        if line["step"] == source.step:
-            measured |= {name: value for name, value in line.items() if name in FIGURES and value is not None}
+    for line in lines:
+        if line["step"] == source.step:          # of a loss that is not finite the log has a text
+            measured |= {name: value for name, value in line.items()
+                         if name in FIGURES and isinstance(value, int | float)}
     rows = "\n".join(f"| {FIGURES[name]} | {value:.3f} |" for name, value in measured.items())
     return f"""---
 library_name: transformers

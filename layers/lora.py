@@ -7,6 +7,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from layers.ops import autocast
+
 LINEARS = ("qkv", "out", "up", "gate", "down")         # the linear layers of a block
 EXTRAS = "extras."                                     # beginning of the names of weights in GPT.extras
 SAMPLED = 256                                          # weights of a matrix in a fingerprint
@@ -40,8 +42,7 @@ class MergedLinear(torch.autograd.Function):
         """Return [..., out] for x [..., in], W [out, in], bias [out] or None, A [rank, in], B [out, rank]."""
         ctx.dtype = x.dtype
         ctx.scale = scale
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = autocast(x)
         ctx.save_for_backward(x, weight, a, b)
         return F.linear(x, merge(weight, a, b, scale).to(x.dtype), bias)
 

@@ -6,6 +6,7 @@ import torch
 from engine import slots_that_fit
 from rollouts.batch import WorstCase, round_up
 from runtime import distributed, memory, optim
+from runtime.config import BadInput
 
 
 def samples_per_rank(cfg):
@@ -54,4 +55,11 @@ def slots_beside_update(cfg, run, worst, context, other_bytes, saved):
     needed += hw.sampling_dtype.itemsize * run.model.n_params()
     most = slots_that_fit(run.model.config, context, hw.sampling_dtype, hw.device, needed)
     share = samples_per_rank(cfg)
-    return min(share, most, saved or share)
+    slots = min(share, most, saved or share)
+    if slots < saved:
+        sentence = (f"Memory suffices for {slots} of the {saved} samples that the run had in flight, on which "
+                    "the last bits of log-probabilities depend")
+        if cfg.deterministic:
+            raise BadInput(f"{sentence}: free memory, or leave --deterministic out.")
+        run.log.say(f"{sentence}.")
+    return slots

@@ -257,6 +257,8 @@ def loading(subject):
     except torch.OutOfMemoryError:           # a RuntimeError, but not an error of the files
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as e:
+        if "allocate memory" in str(e):      # a plain RuntimeError on a CPU
+            raise
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise BadInput(f"{subject} can't be loaded ({reason}): restore the original files of one model, or "
                        "choose another.") from None

@@ -211,11 +211,12 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     name = {"cpu": f"CPU, {torch.get_num_threads()} threads", "mps": "Apple GPU"}.get(kind)
     capability = (0, 0)
     if kind == "cuda":
-        index = device.partition(":")[2] or "0"
-        if distributed.world_size() > 1:
+        index = last = device.partition(":")[2] or "0"
+        if distributed.world_size() > 1:     # all ranks of a machine refuse, else some would wait
             index = str(distributed.local_rank())
-        if not index.isdigit() or int(index) >= torch.cuda.device_count():
-            raise BadInput(f"GPU {index} does not exist; this machine has {torch.cuda.device_count()}, "
+            last = str(distributed.local_world_size() - 1)
+        if not last.isdigit() or int(last) >= torch.cuda.device_count():
+            raise BadInput(f"GPU {last} does not exist; this machine has {torch.cuda.device_count()}, "
                            "numbered from 0: change --device or torchrun's --nproc_per_node.")
         device = f"cuda:{index}"
         torch.cuda.set_device(device)

@@ -44,7 +44,7 @@ class Log:
         self.board = None                    # TensorBoard writer
         self.wandb_run = None
         if resumed_step is not None:
-            self.forget_after(resumed_step)
+            distributed.on_main(lambda: self.forget_after(resumed_step))
         self.doctor = doctor(read_lines(self.folder)) if doctor and self.main else None
         if cfg and cfg.tensorboard and self.main:
             from torch.utils.tensorboard import SummaryWriter
@@ -84,8 +84,6 @@ class Log:
     def forget_after(self, step):
         """Drop the metrics of steps that will be repeated, a last line cut short by a crash and, with a
         message, other unreadable lines: they must not prevent a resume."""
-        if not self.main:
-            return
         path = self.folder / "metrics.jsonl"
         try:
             lines = path.read_bytes().split(b"\n") if path.exists() else []

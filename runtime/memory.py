@@ -136,12 +136,12 @@ def fit(run, sizes, attempt, advice):
         if distributed.on_any_rank(failure is not None and is_out_of_memory(failure)):
             del remaining[0]
             if not remaining:
-                raise BadInput(advice())
+                raise BadInput(distributed.on_main(advice))
             run.log.say(f"A micro-batch of {size} does not fit in memory ({failure or 'on another rank'}): "
                         f"trying {remaining[0]}.")
         elif distributed.on_any_rank(failure is not None):
             if not hardware.compile:
-                raise failure or Failure("Another rank failed at its first step.")
+                raise failure or Failure("Another rank failed at its first step.", alone=False)
             reason = "on another rank"
             if failure:
                 reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0]

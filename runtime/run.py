@@ -89,7 +89,7 @@ class Run(RunState):
             **about,
             "launch": checkpoint.launch(),
         }
-        for name in checkpoint.IDENTITY_FILES if resuming else ["config.json"]:
+        for name in checkpoint.IDENTITY_FILES if resuming else ["config.json", "metrics.jsonl"]:
             path = Path(cfg.out_dir, name)
             self.before[path] = path.read_bytes() if resuming and path.exists() else None
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), model, cfg.overwrite, resuming)
@@ -189,7 +189,7 @@ class Run(RunState):
         self.state.tokens += tokens
         self.timed_steps += 1
         self.timed_tokens += tokens
-        self.state.evaluation_due = self.due(self.cfg.eval_interval)
+        self.state.evaluation_due = evaluate is not None and self.due(self.cfg.eval_interval)
         self.stopping = self.stop.requested()             # an all-reduce
         # Synchronize where the time is logged, or logging would be charged for the wait.
         self.end_phase(phase, wait=self.step % self.cfg.log_interval == 0)

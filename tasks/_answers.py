@@ -6,7 +6,7 @@ from tasks import _equations, _numbers
 from tasks._asked import asked_unit
 from tasks._steps import NUMBERED, Steps, follows, plain
 
-LONGEST_STEPS = 2000                 # characters read by grade_steps
+LONGEST_STEPS = 2000                 # characters of the steps that grade_steps reads
 ANSWER = re.compile(r"<answer ?>([^<]{0,200})</answer ?>", re.IGNORECASE)
 WORDS = _numbers.WORDS | dict(zip("third fourth fifth sixth seventh eighth ninth tenth".split(),
                                   range(3, 11)))
@@ -59,7 +59,7 @@ def reasoned(question, completion, value, numbers=None):
     """Return whether the text before the answer leads to it, see _equations.reasoned. value: the completion's
     answer or None. numbers: of the question; None: those in its text."""
     answers = [] if value is None else [float(value), float(right_answer(question))]
-    if "cent" in question.get("question", "").lower():                           # in cents, percent
+    if re.search(r"\bcents?\b|¢|%|per ?cent", question.get("question", "").lower()):
         answers += [answer / 100 for answer in answers]
     known = numbers_in(question.get("question", "")) if numbers is None else numbers
     return _equations.reasoned(before_answer(completion), answers, known)

@@ -40,6 +40,7 @@ RESULT = re.compile(r"((?:(?P<chain>[-+*/x]\s?|%|percent)|(?<![0-9]))"
                     r"(?=[-$(.]{0,2}[0-9][0-9.,]{0,40}(?![0-9.,]|\s?[-+*/=x%(]))")
 VERB = re.compile(r"(?:is|are|makes|gives|equals)\b|⇒")
 WRAPPING = re.compile(r"=[\s\"'‘’“”„«»`~|\[\]{}#_@&\u200b-\u200f\u2060\ufeff]+")  # before a result
+CLOSING = re.compile(r"(?<![\"“”«»`|\]}])[\"“”«»`|\]}]{1,9}(?=\s{0,3}=)")       # behind a left side
 # A result in words, `= four hundred and seven`; not `= one half`.
 WORD = "|".join([*_numbers.WORDS, *_numbers.SCALES])
 ALTERED = "|".join(word.removesuffix("s") for word in sorted(_numbers.ALTER))
@@ -179,6 +180,7 @@ def statements(text):
     text = ARROW.sub("⇒", EQUALS.sub("=", DIGIT.sub(lambda m: str(int(m[0])), text)))
     text = _numbers.normal(joined(text))
     text = POWER_OF_TEN.sub(r"1e\1", text) if "10^" in text else text
+    text = CLOSING.sub("", text)
     text = IN_WORDS.sub(in_digits, WRAPPING.sub("= ", ASKED.sub(" ", text)))
     if VERB.search(text):                    # the next pattern takes a third of the time
         text = RESULT.sub(with_equals, text)

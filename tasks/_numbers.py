@@ -49,10 +49,14 @@ SAME = str.maketrans({"⋅": "*", "∙": "*", "·": "*", "×": "*", "✕": "*", 
 FRACTION = re.compile(r"(?:(?<![\w.,^])([0-9]{1,12})\s?)?\\[cdt]?frac\s?(?:\{([^{}]{0,200})\}|([0-9]))\s?"
                       r"(?:\{([^{}]{0,200})\}|([0-9]))")
 BRACED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\s?\{([^{}]{0,200})\}")
+NAMED_FRACTION = re.compile(r"\\[cdt]frac(?![a-zA-Z])")
+DEGREE = re.compile(r"\^?\\(?:circ|degree)(?![a-zA-Z])")
+EXPONENT = re.compile("(?<=[0-9)])[⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 TEX = {"times": "*", "cdot": "*", "ast": "*", "div": "/", "approx": "=", "simeq": "=", "left": "",
        "right": "", ",": "", ";": " ", "!": "", "quad": " ", "%": "%", "$": "$", "(": " ", ")": " ", "[": " ",
-       "]": " "}
-COMMAND = re.compile(r"\\(times|cdot|ast|div|approx|simeq|left|right|quad)(?![a-zA-Z])|\\([,;!%$()\[\]])")
+       "]": " ", " ": " "}
+COMMAND = re.compile(r"\\(times|cdot|ast|div|approx|simeq|left|right|quad)(?![a-zA-Z])|\\([ ,;!%$()\[\]])")
 BRACES = re.compile(r"\^\{([^{}]{0,20})\}| ?\{, ?\}|,\\!\s*")       # 10^{3}, 1{,}000, 1,\! 000
 FRACTION_CHARACTER = re.compile(f"(?<![0-9])([0-9]{{0,12}})([{''.join(VULGAR)}])")
 
@@ -61,11 +65,12 @@ def normal(text):
     """Return a text with ASCII in place of Unicode and TeX signs: × and \\cdot become *, the minus sign -,
     \\frac{1}{2} and ½ (1/2), ≈ =."""
     if not text.isascii():
-        text = text.translate(SAME)
+        text = EXPONENT.sub(lambda m: "^" + m[0].translate(SUPERSCRIPTS), text.translate(SAME))
         text = FRACTION_CHARACTER.sub(lambda m: f"({m[1]}{'+' if m[1] else ''}{VULGAR[m[2]]})", text)
     if "{" in text or "\\!" in text:
         text = BRACES.sub(lambda m: "," if m[1] is None else f"^{m[1]}", text)
     if "\\" in text:
+        text = DEGREE.sub("°", NAMED_FRACTION.sub(r"\\frac", text))
         for _ in range(4):                           # deeper nesting is left unchanged
             before = text
             text = BRACED.sub(r" \1 ", FRACTION.sub(fraction, text))
@@ -112,7 +117,8 @@ def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
     first, _, rest = unit.partition(" ")
-    scale = "thousand" if first == "k" else first.lower().removesuffix("s")
+    amounts = {"K": "thousand", "M": "million", "B": "billion"} if currency else {}
+    scale = ({"k": "thousand"} | amounts).get(first, first.lower().removesuffix("s"))
     if scale in SCALES:
         value *= 1 if scale in asked.words else SCALES[scale]
         unit = rest

@@ -297,6 +297,8 @@ def reward(question, completion):
 
 def beyond(points, blind):
     """Return the score for `points` of 1, where `blind` points score 0; at most 0.99."""
+    if blind >= 1:                           # the position decides nothing
+        return 0.0
     return min(0.99, max(0.0, points - blind) / (1 - blind))
 
 

@@ -145,7 +145,7 @@ check, questions, documents = _questions.with_levels("code", draw, solution, wro
 
 def reward(question, completion):
     """Return (score, parts), see _answers.grade_steps. `print 7` is the answer 7."""
-    answer = _answers.words(completion[:_answers.LONGEST_STEPS])
+    answer = _answers.words(completion[:_numbers.LONGEST_TEXT])
     answer = _numbers.unwrapped(answer.removeprefix("print "))
     correct = _answers.same(answer, question["answer"])
     return _answers.grade_steps(worked, question, completion, answer, correct)

@@ -90,11 +90,11 @@ def documents(split, argument=None):
 
 def answer_of(completion):
     """Return a completion's answer: the first <answer></answer>, else the last \\boxed{}, else ""."""
-    found = gym.ANSWER.search(completion)
+    found = gym.answer_in(completion)
     if found:
         inside = found[1].strip()
         return boxed(inside) if BOXED.match(inside) and inside.endswith("}") else inside
-    return boxed(completion)
+    return boxed(completion[-_numbers.LONGEST_TEXT:])
 
 
 def boxed(text):
@@ -109,10 +109,10 @@ def boxed(text):
 
 
 def reward(question, completion):
-    answer = answer_of(completion[:_numbers.LONGEST_TEXT])
+    answer = answer_of(completion)
     right = _numbers.number(question["answer"])
     if right is not None:
-        correct = _numbers.number(answer) == right
+        correct = _numbers.number(_numbers.normal(answer).removesuffix("°")) == right
     else:
         said, wanted = (gym.plain(_numbers.unwrapped(text)) for text in (answer, question["answer"]))
         correct = bool(answer) and said == wanted

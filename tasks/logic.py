@@ -243,6 +243,8 @@ def reward(question, completion):
     precede the answer, in any order."""
     completion = completion[:_numbers.LONGEST_TEXT]
     answer = _answers.words(completion)
+    if question.get("kind") == "truth":      # Is A or B true?
+        answer = {"true": "yes", "false": "no"}.get(answer, answer)
     steps = {plain(step) for step in solve(question)[0]}
     reasoning = HEADING.sub("", _answers.before_answer(completion))
     written = {plain(text) for text in re.split(r"[.\n]", reasoning)}

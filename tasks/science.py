@@ -87,6 +87,8 @@ def exponents(text):
     found = dict.fromkeys(BASES, 0)
     text = _numbers.normal(_numbers.unwrapped(text).translate(SUPERSCRIPTS))
     for i, part in enumerate(text.strip().removesuffix(".").split("/")):
+        part = part.strip()
+        part = part[1:-1] if i and part.startswith("(") and part.endswith(")") else part
         for token in part.replace("*", " ").split() or ["nothing"]:
             factor = FACTOR.fullmatch(token)
             if not factor and token != "1":

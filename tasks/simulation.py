@@ -150,6 +150,6 @@ def is_right(answer, right):
 
 def reward(question, completion):
     """Return (score, parts), see _answers.grade_steps."""
-    answer = _answers.words(completion[:_answers.LONGEST_STEPS])
+    answer = _answers.words(completion[:_numbers.LONGEST_TEXT])
     correct = is_right(answer, question["answer"])
     return _answers.grade_steps(worked, question, completion, answer, correct, STEP)

@@ -188,7 +188,8 @@ def reasoned(question, completion, value):
     if not set().union(*pairs) <= {*values, question.get("bound")}:
         return False
     if kind == "largest":
-        return len(pairs) >= len(values) - 1 and set(values) <= set().union(*pairs)
+        losers = {min(pair) for pair in pairs}
+        return set(values) <= set().union(*pairs) and {n for n in values if n < max(values)} <= losers
     if kind in ("count", "which"):
         return all({n, question["bound"]} in pairs for n in values)
     right = question["answer"]

@@ -81,7 +81,7 @@ EXACT = Fraction(1, 1000)            # relative error of an answer that may be t
 RATE = re.compile(r"\b([a-zA-Z]{1,20})(?: ?/ ?| per )([a-zA-Z]{1,20})\b")
 OF_MEAN_LENGTH = re.compile(r"\b(months?|years?|decades?|century|centuries)\b", re.IGNORECASE)
 OPERATOR = re.compile(r"[+*]|/ ?[(0-9]|[\w)] ?[-xX] ?[(0-9]")
-UNIT = r"(?:[^\W\d_][\w/-]*(?:\^3)?|%)"
+UNIT = r"(?:[^\W\d_][\w/-]{0,30}(?:\^3)?|%)"
 AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*({UNIT}?)(?!\^)")
 # `1 kg is 1000 gram`, `one kg = 1000 gram`
 IS = re.compile(rf"(\d\s?{UNIT})\s{{1,3}}(?:is|are|equals?|makes?|[-=]{{1,9}}>|[→⇒])\s{{1,3}}(?=-?[.\d])")
@@ -422,6 +422,8 @@ def facts(question, completion):
 
 def is_fact(n, frm, relation, m, to):
     """Return whether a relation of two amounts in known units of one quantity is true, within 0.1%."""
+    if max(len(n), len(m)) > _numbers.LONGEST:
+        return False
     (quantity, size), (other, other_size) = (size_of_unit(unit) or (unit, 0) for unit in (frm, to))
     left = Fraction(_numbers.ungrouped(n)) * size
     right = Fraction(_numbers.ungrouped(m)) * other_size

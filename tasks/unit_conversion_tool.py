@@ -18,7 +18,7 @@ EQUATION = re.compile(r"(-?\d[\d.]*(?: [-+*/] [\d.]*\d)+) = -?[\d.]*\d")
 NUMBER = r"-?\d{1,15}(?:\.\d{1,15})?"
 EXPRESSION = re.compile(rf"{NUMBER}(?: [*/] {NUMBER}){{1,5}}|{NUMBER}(?: [-+] {NUMBER}){{1,5}}")
 LAST_CALL = re.compile(r"<calc>([^<]*)</calc>$")
-CALL = re.compile(r"<calc>([^<]*)</calc>(?:\s*= (-?[\d.]*\d|\?))?")
+CALL = re.compile(r"<calc>([^<]*)</calc>(?:\s*= (-?\d+(?:\.\d+)?|\?))?")
 TAGS = re.compile("</?calc>")
 
 check = plain.check

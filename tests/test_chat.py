@@ -189,6 +189,24 @@ def test_a_hostile_template_is_a_sentence_within_a_second(tmp_path, template):
     assert processor_time() - before < 1 and "\n" not in str(e.value) and str(e.value).endswith(".") and len(str(e.value)) < 500
 
 
+def test_ctrl_c_leaves_no_answer_for_the_next_text(monkeypatch):
+    class Interrupted:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def readline(self):
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+    render.end()
+    worker = render.process()
+    worker.stdout = Interrupted(worker.stdout)
+    with pytest.raises(KeyboardInterrupt):
+        render.render("first", [{}], 99)
+    assert render.render("second", [{}], 99) == ["second"]
+
+
 def test_a_thread_renders_within_the_same_limits(tmp_path):
     tokenizer, _ = model(tmp_path, "llama3")
     said = []

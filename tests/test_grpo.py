@@ -24,17 +24,18 @@ from safetensors.torch import load_file
 import forked
 import grpo
 import hub
+import tasks
 import train
 from conftest import ROOT, environment, flags, in_process, largest_difference, metrics, trained, unknown, wait_for, weights
 from engine import Engine, Request, Sample
 from layers.logprobs import chunk_logprobs
 from model import GPT, GPTConfig, IGNORE
-from rollouts import records, pipeline as rollout, questions
+from rollouts import fit, records, pipeline as rollout, questions
 from rollouts.batch import micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime import checkpoint, config, optim
 from runtime.config import BadInput
-from text.provenance import check_task, own_task
+from text.provenance import check_task, own_task, prompt_form
 from tasks import _pool as rewards
 from tasks._pool import Grade
 from test_model import GPT2, LLAMA, QWEN, ids, tiny
@@ -893,6 +894,24 @@ def test_a_step_of_which_nothing_could_be_graded_moves_no_weight(learn, tmp_path
 def test_a_score_of_another_scale_ends_the_run(learn, tmp_path):
     out = learn(code=2, task=task_file(tmp_path, "return 2.0 if 't' in completion else 0.5"), max_steps=9)
     assert "returned the score 2: a score is a number from 0 to 1" in learn.error.splitlines()[-1] and not checkpoint.steps(out)
+    learn("evaluated", code=2, task=task_file(tmp_path, "return 2.0"), max_steps=9, eval_interval=9)
+    assert "returned the score 2" in learn.error
+    learn("evaluated", task=task_file(tmp_path, "return 0.5"), max_steps=1)      # mended, the same command starts anew
+
+
+def test_the_prompt_form_is_the_one_that_examples_were_trained_on():
+    for prompt, form in (("Q: {}", "Q: {}"), (None, tasks.load("arithmetic").prompt)):
+        assert prompt_form(train.Config(dataset="examples:arithmetic", prompt=prompt)) == form
+
+
+def test_fewer_slots_than_before_are_said_or_refused(learn, monkeypatch):
+    """As on a card that another job fills: the last bits of log-probabilities depend on their number."""
+    for name, deterministic in (("plain", False), ("exact", True)):
+        monkeypatch.setattr(fit, "slots_that_fit", lambda *arguments: 16)
+        learn(name, max_steps=1, deterministic=deterministic)
+        monkeypatch.setattr(fit, "slots_that_fit", lambda *arguments: 7)
+        learn(name, code=2 * deterministic, init_from="resume", max_steps=2, deterministic=deterministic)
+        assert "Memory suffices for 7 of the 16 samples" in (learn.error if deterministic else learn.said)
 
 
 @pytest.mark.parametrize("knobs, error", [

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import hf
 import hub.weights
 import hub.architectures
+from hub.card import model_card
 from conftest import metrics, trained
 from model import GPT, GPTConfig, on_meta, rope_tables
 from runtime.config import BadInput
@@ -323,6 +324,10 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
         hub.load("org/absent")
 
 
+def card_of(source):
+    return model_card(source, 1)
+
+
 def test_a_run_is_exported_with_a_model_card(tmp_path, text):
     trained(tmp_path / "my run", text, max_steps=4, eval_interval=2, save_interval=2)
     assert hf.main([str(tmp_path / "my run"), str(tmp_path / "out")]) == 0
@@ -332,4 +337,10 @@ def test_a_run_is_exported_with_a_model_card(tmp_path, text):
     (command,) = (line for line in card.splitlines() if line.startswith("    python "))
     words = shlex.split(command)
     assert f"--dataset={text}" in words and "--max_steps=4" in words and words[1] == "train.py"
+    trained(tmp_path / "my run", text, init_from="resume", max_steps=6)
+    source = hub.find(tmp_path / "my run", 6)
+    assert "--init_from=scratch" in card_of(source) and "--init_from=resume" not in card_of(source)
+    with open(tmp_path / "my run/metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "val_loss": "nan"}\n')
+    assert "| nan |" not in card_of(source)
     assert hf.main([str(tmp_path / "out"), str(tmp_path / "again")]) == 0 and not (tmp_path / "again/README.md").exists()

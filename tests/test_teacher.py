@@ -193,6 +193,9 @@ def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
     assert hub.find(own).step == 60
     trained(out, text, init_from="resume")
     assert same(weights(out), whole)
+    (own / "checkpoints/step_00000040").rename(own / "deleted")        # as by keep_last
+    done = run(out, text, init_from="resume")
+    assert done.returncode == 2 and "no longer has the checkpoint of step 40" in done.stderr
     shutil.rmtree(own)
     trained(own, text, max_steps=40, n_layer=3, n_embd=48, seed=1)          # other weights after as many steps
     done = run(out, text, init_from="resume", max_steps=30)

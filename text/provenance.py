@@ -28,7 +28,7 @@ def prompt_form(cfg):
         kind, _, name = cfg.dataset.partition(":")
         if kind in ("task", "examples"):
             import tasks
-            return common_prompt(tasks.load(name))
+            return cfg.prompt or common_prompt(tasks.load(name))
     except (LookupError, OSError, ValueError):                # raised again where it is needed
         return None
     if not examples.is_examples_file(cfg.dataset, cfg.text_key):

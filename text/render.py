@@ -89,6 +89,9 @@ def render(template, all_variables, longest):
             answer = worker.stdout.readline()
         except BrokenPipeError:
             answer = ""
+        except BaseException:                # Ctrl-C: the next text would get this one's answer
+            end()
+            raise
         if not answer:
             end()
     if not answer:
