@@ -79,7 +79,7 @@ def test_no_file_hides_a_module_of_the_standard_library():
     assert not {file.stem for file in files} & sys.stdlib_module_names
     assert {"math", "code"} <= {*tasks.NAMES}
     task = tasks.load("countdown")           # which imports math
-    assert [file.name for file in tasks.files_of(task)] == ["countdown.py"]
+    assert [file.name for file in task.files] == ["countdown.py"]
 
 
 def test_math_answers_are_those_of_an_oracle():

@@ -567,7 +567,7 @@ def test_a_task_may_import_its_neighbours_which_hide_nothing_of_ours(tmp_path):
 import tasks
 from tasks import _pool as rewards
 task = rewards.load({spec!r})
-print(task.reward({{}}, "")[0], *(file.name for file in tasks.files_of(task)))
+print(task.reward({{}}, "")[0], *(file.name for file in task.files))
 with rewards.Pool({spec!r}, 1) as pool:
     print(*pool.score([({{}}, "")])[0])
 """
