@@ -22,7 +22,7 @@ def find_teacher(cfg, resuming):
     step = recorded.get("step")
     if step is not None and not checkpoint.step_folder(source.folder, step).is_dir():
         raise BadInput(f"{cfg.teacher} no longer has the checkpoint of step {step}, with which the run in "
-                       f"{cfg.out_dir} began: restore it (its run deletes those beyond --keep_last), or start "
+                       f"{cfg.out_dir} began: restore it (its run keeps --keep_last), or start "
                        f"a new run with --init_from={cfg.out_dir} and another --out_dir=.")
     parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
     for key, part in parts.items():

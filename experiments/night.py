@@ -1,8 +1,8 @@
-"""Changes of GRPO on the quickstart's fine-tuned model, for measure/referee.py (program.md).
+"""Changes of GRPO on the quickstart's fine-tuned model, for runs/referee.py (program.md).
 
     bash runs/quickstart.sh
     python compare.py experiments/night.py --out_dir=out/night_controls            # again must be a tie
-    python -m measure.referee experiments/night.py --candidate=../night
+    python -m runs.referee experiments/night.py --candidate=../night
 """
 start = "out/quickstart/rft"
 out_dir = "out/night"

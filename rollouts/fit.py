@@ -57,8 +57,8 @@ def slots_beside_update(cfg, run, worst, context, other_bytes, saved):
     share = samples_per_rank(cfg)
     slots = min(share, most, saved or share)
     if slots < saved:
-        sentence = (f"Memory suffices for {slots} of the {saved} samples that the run had in flight, on which "
-                    "the last bits of log-probabilities depend")
+        sentence = (f"Memory suffices for {slots} of the {saved} samples that the run had in flight, on "
+                    "which the last bits of log-probabilities depend")
         if cfg.deterministic:
             raise BadInput(f"{sentence}: free memory, or leave --deterministic out.")
         run.log.say(f"{sentence}.")

@@ -24,7 +24,7 @@ from measure import answers
 from measure.ceilings import cpu_name
 from measure.gpu.run import error_message, run_process
 from measure.intervals import MOST, half_width
-from measure.referee import OUTSIDE, keep_copy
+from runs.referee import OUTSIDE, keep_copy
 from measure.runs import ROOT, aligned, as_flags, end_on_signals, make_folder, process, turned
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically

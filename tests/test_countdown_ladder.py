@@ -92,17 +92,17 @@ def test_the_pages_have_the_figures_of_the_record():
     prose = " ".join(page.split())
     seeds = [RECORD["seeds"][seed] for seed in ("0", "1", "2")]
     stages = [("base", "base"), ("after reinforcement learning", "grpo")]
-    for label, name in [*stages, ("tuned on its own verified searches", "rft")]:
+    for label, name in [*stages, ("fine-tuned on its own verified searches", "rft")]:
         shares = [100 * seed["stages"][name]["sampled"] for seed in seeds]
         assert "| sampled: {} | {:.1f} | {:.1f} | {:.1f} |".format(label, *shares) in page
     for label, name in stages:
-        for way, key in (("greedy", "greedy"), ("best of 8", "pass_at_8")):
+        for way, key in (("greedy", "greedy"), ("pass@8", "pass_at_8")):
             shares = [100 * seed["stages"][name][key] for seed in seeds]
             assert "| {}: {} | {:.1f} | {:.1f} | {:.1f} |".format(way, label, *shares) in page
     hard = [seed["beyond"]["no_teacher_and_not_the_base"] for seed in seeds]
     asked = " | ".join(str(row["base"][1]) for row in hard)
     assert f"| problems that no teacher and no try of the base solves | {asked} |" in page
-    for label, name in (("by the base in 8 other tries (chance)", "base"), ("after tuning", "rft"),
+    for label, name in (("by the base in 8 other tries (chance)", "base"), ("after fine-tuning", "rft"),
                         ("after reinforcement learning", "grpo"), ("by random search", "random_search")):
         solved = " | ".join(str(row[name][0]) for row in hard)
         assert f"| solved {label} | {solved} |" in page

@@ -179,6 +179,9 @@ def test_the_readme_is_for_someone_with_ten_minutes():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120 and len(text.split()) <= 1000
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("|"))
+    for script, lines in re.findall(r"`(\w+\.py)`(?: has)? ([0-9]{3})[,;.]", text):
+        assert len((ROOT / script).read_text().splitlines()) == int(lines), script
+    assert "`train.py` has" in text
 
 
 def test_the_loop_that_the_readme_shows_stands_in_the_script():
@@ -274,6 +277,14 @@ def test_sampling_does_not_wait_for_the_compiler(folder, text):
 
 # --- the layout ---
 
+COMMANDS = ("train", "datagen", "grpo", "eval", "sample", "bench", "compare", "micro")
+
+
+def test_no_line_is_wider_than_110_columns():
+    files = [file for pattern in ("*.py", "*/*.py", "*/*/*.py") for file in ROOT.glob(pattern) if "tests" not in file.parts]
+    assert not [(file, line) for file in files for line in file.read_text().splitlines() if len(line) > 110]
+
+
 def test_no_package_imports_upward():
     """Each may import those before it alone; the tests may import all."""
     order = ["layers", "model", "runtime", "tasks", "engine", "text", "rollouts", "hub", "hf", "doctor", "experimental", "measure"]
@@ -283,7 +294,7 @@ def test_no_package_imports_upward():
             for node in ast.walk(ast.parse(file.read_text())):
                 modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                above = {module.partition(".")[0] for module in modules} & {*order[place + 1:], "runs", "train", "grpo", "datagen", "eval"}
+                above = {module.partition(".")[0] for module in modules} & {*order[place + 1:], "runs", *COMMANDS}
                 assert not above, (file, above)
 
 

@@ -131,6 +131,7 @@ def test_batch_sorting_and_poll_interval_change_no_sample(monkeypatch):
     expected = sampled(Engine(model, slots=35, poll=1, **options), asked)
     assert len(expected) == 35 and {s.reason for s in expected.values()} == {"stop", "length"}
     assert len({tuple(s.ids[:3]) for s in expected.values()}) > 30
+    assert all(len({s.ids[0] for (key, _), s in expected.items() if key == prompt}) > 1 for prompt in range(5))    # also the first token
     for slots, poll, group, every in ((5, 1, 128, 32), (5, 2, 2, 2), (4, 3, 128, 32), (4, 8, 128, 32)):
         monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", group)
         monkeypatch.setattr("engine.generate.SORT_EVERY", every)

@@ -402,6 +402,14 @@ def test_the_scripts_refuse_in_a_sentence_and_do_not_overwrite_other_files(tmp_p
     assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
 
 
+def test_the_page_has_the_figures_of_the_record():
+    page = (ROOT / "docs/models.md").read_text()
+    seeds = json.loads((ROOT / "expected/smollm2_seeds.json").read_text())["seeds"]
+    for label, stage in (("worked examples", "sft"), ("verified answers", "rft"), ("GRPO", "grpo")):
+        shares = [100 * seeds[seed][stage][way] for way in ("greedy", "sampled") for seed in "012"]
+        assert f"| {label} | {' | '.join(f'{share:.1f}' for share in shares)} |" in page
+
+
 def test_own_reward_keeps_a_user_s_files(tmp_path):
     (tmp_path / "questions.jsonl").write_text("precious")
     done = subprocess.run(["bash", ROOT / "runs/own_reward.sh", f"--out_dir={tmp_path}", "--model=none"],

@@ -1,4 +1,4 @@
-"""measure/referee.py: trees in turn, early ends, fresh questions, no tree twice, the better kept, kills, a log."""
+"""runs/referee.py: trees in turn, early ends, fresh questions, no tree twice, the better kept, kills, a log."""
 import os
 import re
 import shutil
@@ -13,7 +13,8 @@ import compare
 import forked
 import train
 from conftest import ROOT, alive, environment, in_process, wait_for
-from measure import intervals, referee, runs
+from measure import intervals, runs
+from runs import referee
 from rollouts import records
 from runtime import config
 
@@ -149,7 +150,7 @@ def test_a_candidate_s_verifier_trains_it_but_does_not_score_it(tree, text, monk
 
 def test_sigterm_ends_with_143_and_leaves_no_child(tree, text):
     command = f"train.py --init_from=scratch --max_steps=100000 {' '.join(SMALL)} --dataset={text}"
-    argv = ["-m", "measure.referee", "--start=x", "--task=unit_conversion", f"--command={command}", "--out_dir=out", tree("# as before")]
+    argv = ["-m", "runs.referee", "--start=x", "--task=unit_conversion", f"--command={command}", "--out_dir=out", tree("# as before")]
     with forked.Popen([sys.executable, *argv], env=environment(PYTHONPATH=str(ROOT))) as process:
         wait_for(lambda: list(Path("out").glob("decisions/*/base-0/metrics.jsonl")), 120)
         (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())

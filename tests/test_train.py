@@ -5,11 +5,13 @@ import random
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 import torch
 
 import forked
+import train
 from conftest import command, environment, largest_difference, metrics, run, trained, wait_for, weights
 from runtime import checkpoint, config
 
@@ -259,3 +261,12 @@ def test_another_run_is_not_overwritten_and_another_architecture_not_resumed(tex
     done = run(reference, text, init_from="resume", n_layer=3)
     assert done.returncode == 2 and "n_layer=3 contradicts" in done.stderr
     assert checkpoint.newest_intact(reference) == 20
+
+
+def test_the_seconds_of_training_have_no_evaluation_in_them(tmp_path, text, monkeypatch):
+    measure = train.validation_loss
+    monkeypatch.setattr(train, "validation_loss", lambda *arguments: time.sleep(3) or measure(*arguments))
+    trained(tmp_path / "run", text, max_steps=4, eval_interval=2)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    (last,) = [line for line in lines if line["step"] == 4 and "lr" in line]
+    assert last["seconds"] < 3 and len([line for line in lines if "val_loss" in line]) >= 2

@@ -337,7 +337,7 @@ class TokenFile:
 
 class Windows(torch.utils.data.Dataset):
     """self[step] is this rank's share of a step's batch: a list of micro-batches x, y [micro_batch, T], where
-    y is x shifted by one.
+    y is x shifted by one, the first token of a document included, which follows <|endoftext|>.
 
     Depends only on (seed, step): each epoch cuts the text into windows from a random offset and visits each
     window once, in random order. Ranks take consecutive slices of the batch, so a step's text does not depend

@@ -1,6 +1,6 @@
 """Compare candidate trees with the best so far, each trained by its own code; keep the better (program.md).
 
-    python -m measure.referee experiments/night.py --candidate=../night --candidate="5f3c2a1: a higher rate"
+    python -m runs.referee experiments/night.py --candidate=../night --candidate="5f3c2a1: a higher rate"
 
 A candidate is a folder, with its edits, or a commit of this repository; text behind ": " describes it. The
 best is this tree at first. Other options are compare.py's; arms and controls have no effect. The same call
