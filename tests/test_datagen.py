@@ -15,7 +15,7 @@ import pytest
 import datagen
 import forked
 import tasks
-from conftest import ROOT, environment, flags, trained
+from conftest import ROOT, called, environment, flags, trained
 from rollouts.questions import unseen_questions
 from runtime.config import BadInput
 from tasks._pool import Grade
@@ -63,7 +63,11 @@ def command(output, base, task, ranks=1, **knobs):
 
 
 def generate(output, base, task, code=0, **knobs):
-    done = forked.run(command(output, base, task, **knobs), env=environment(), capture_output=True, text=True, timeout=120)
+    argv = command(output, base, task, **knobs)
+    if "ranks" in knobs:
+        done = forked.run(argv, env=environment(), capture_output=True, text=True, timeout=120)
+    else:
+        done = called(datagen.main, argv[2:])
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 

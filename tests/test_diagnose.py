@@ -213,16 +213,6 @@ def slow_loader(monkeypatch):
     monkeypatch.setattr(data, "batches", slowly)
 
 
-def slow_machine(monkeypatch):
-    step = optim.apply_step
-    steps = iter(range(1000))
-
-    def later(*args):
-        time.sleep(0.8 if next(steps) > 13 else 0.05)
-        return step(*args)
-    monkeypatch.setattr(optim, "apply_step", later)
-
-
 def wild_weights(monkeypatch):
     init = train.GPT.init_weights
 
@@ -247,7 +237,6 @@ def jump(monkeypatch):
     ("text_repeated", {"dataset": "short.txt"}, None),
     ("validation_rises", {"dataset": "short.txt", "eval_interval": 4, "learning_rate": 0.03, "n_embd": 64}, None),
     ("waits_for_data", {}, slow_loader),
-    ("slower_than_before", {}, slow_machine),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_faults_in_train_are_named(text, name, knobs, spoil, tmp_path, capsys, monkeypatch):
     if "dataset" in knobs:

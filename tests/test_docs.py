@@ -262,8 +262,6 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--" in done.stdout, done.stderr
-    module = importlib.import_module(script.removesuffix(".py"))
-    assert all(f"--{knob}=" in done.stdout for knob in module.Config.__dataclass_fields__)
 
 
 def test_sampling_does_not_wait_for_the_compiler(folder, text):

@@ -1,4 +1,6 @@
 """Answers in other forms than the tasks' own are read as what they say; steps and signs that decide nothing verify nothing."""
+import time
+
 import pytest
 
 import tasks
@@ -91,11 +93,10 @@ def test_what_raised_is_a_score():
 
 
 def test_of_two_units_a_long_word_costs_no_time():
-    import time
     question = {"question": "Convert 6 kg to gram.", "answer": "6000", "n": "6", "from": "kg", "to": "gram"}
-    started = time.perf_counter()
+    started = time.process_time()
     unit_conversion.reward(question, "6 * 1000 = 6000. " + "1a" * 4900)
-    assert time.perf_counter() - started < 0.2
+    assert time.process_time() - started < 0.2
 
 
 def test_other_normal_forms_are_unchanged():

@@ -81,11 +81,11 @@ def test_reward(folder, right, paid, unpaid):
 def test_reward_takes_no_time(folder):
     import time
     task = tasks.load(f"guru:{folder}")
-    began = time.perf_counter()
+    began = time.process_time()
     for text in ("\\boxed{" * 1400, "<answer>" * 1200, "{" * 10_000, "<answer>" + "9" * 9000 + "</answer>", "<answer>" + "$" * 9000 + "</answer>"):
         assert task.reward({"question": "?", "answer": "7", "source": "x"}, text)[0] == 0
         assert task.reward({"question": "?", "answer": "seven", "source": "x"}, text)[0] == 0
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_json_in_reward_model(tmp_path):

@@ -271,7 +271,6 @@ def test_other_files_nested_deep(run, tmp_path, name, text, words):
 def test_examples(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     sentence(lambda: examples.read(tmp_path / name, Tokenizer("bytes")), words)
-    assert not examples.is_examples_file(str(tmp_path / "deep.jsonl"))
 
 
 @pytest.mark.parametrize("text, words", [(DEEP, "Line 1 of .* can't be read"), ('{"prompt": "a", "answer": NaN}', "Row 1 of .* not NaN"),

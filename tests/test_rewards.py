@@ -469,6 +469,7 @@ def test_there_are_as_many_workers_as_a_rank_has_cores(monkeypatch):
 def test_completions_are_handed_over_together_or_when_they_have_waited(tmp_path, monkeypatch):
     (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
     graded = []
+    monkeypatch.setattr(_pool, "PATIENCE", 60)
     monkeypatch.setitem(_pool.JOBS, "reward", lambda task, question, completion, turns: graded.append(completion) or Grade(1.0, {}, "", None))
     with Pool(str(tmp_path / "quick.py"), kind="serial") as pool:
         for i in range(_pool.HAND_OVER - 1):

@@ -372,12 +372,7 @@ def test_a_post_processor_that_names_no_token_adds_none(tmp_path):
     assert Tokenizer(changed(tmp_path, post_processor=post_processor)).bos is None
 
 
-def test_without_the_library_it_is_one_sentence(tmp_path, monkeypatch):
-    folder = write(tmp_path)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(BadInput, match="pip install tokenizers"):
-        Tokenizer(folder)
-    assert Tokenizer("bytes").n_vocab == 257
+
 
 
 def test_truncation_and_padding_in_the_file_are_not_for_us(tmp_path):

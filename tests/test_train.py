@@ -65,8 +65,7 @@ def test_resume_is_exact_with(tmp_path, text, knobs):
     assert largest_difference(weights(tmp_path / "a", 8), whole) == 0
 
 
-@pytest.mark.parametrize("knobs", [dict(gradient_checkpointing=True), dict(num_workers=2), dict(eval_interval=5),
-                                   dict(save_interval=3)], ids=str)
+@pytest.mark.parametrize("knobs", [dict(num_workers=2), dict(eval_interval=5), dict(save_interval=3)], ids=str)
 def test_these_change_no_bit(tmp_path, text, reference, knobs):
     trained(tmp_path / "a", text, dtype="fp32", dropout=0.1, **knobs)
     assert largest_difference(weights(tmp_path / "a"), weights(reference)) == 0
@@ -80,8 +79,7 @@ def accumulated(tmp_path_factory, text):
     return out
 
 
-@pytest.mark.parametrize("change", [dict(ranks=2), dict(batch_size=16, gradient_accumulation_steps=1), dict(loss_chunks=5),
-                                    dict(batch_size=8, gradient_accumulation_steps=2, ranks=2)], ids=str)
+@pytest.mark.parametrize("change", [dict(ranks=2), dict(batch_size=16, gradient_accumulation_steps=1), dict(loss_chunks=5)], ids=str)
 def test_the_same_step_in_other_pieces(tmp_path, text, accumulated, change):
     """Equal within fp32 summation error: losses agree to 1e-5, weights after 20 AdamW steps of 1e-3 to 1e-4.
     (The head's gradient is a sum over chunks, so their number changes its rounding as that of micro-steps does.)"""
@@ -250,7 +248,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, text, knobs, senten
     if "device" in knobs and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
-    done = run(knobs.pop("out_dir", tmp_path / "a"), text, env=env, **knobs)
+    done = run(knobs.pop("out_dir", tmp_path / "a"), text, env=env if "tokenizer" in knobs else None, **knobs)
     assert done.returncode == 2, done.stderr
     assert sentence in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
 
