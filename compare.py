@@ -322,10 +322,10 @@ def check(cfg, commands):
 
 
 def main(argv):
-    end_on_signals()
     cfg = config.load(Config, argv)
     commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
     runs = Comparison(cfg, commands, check(cfg, commands))
+    end_on_signals()
     for seed in range(cfg.seeds):
         runs.run_all(seed)
     shares, seconds, note = runs.figures()
