@@ -20,7 +20,7 @@ for argument in "$@"; do
     esac
 done
 source runs/ladder.sh
-flags="--seed=$seed $base $grpo"
+flags="--seed=$seed${base:+ $base}${grpo:+ $grpo}"
 [ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$flags" ] ||
     refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
 source runs/setup.sh

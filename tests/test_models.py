@@ -419,7 +419,7 @@ def test_own_reward_keeps_a_user_s_files(tmp_path):
 
 
 def test_domains_refuses_other_options_than_the_folder_began_with(tmp_path):
-    (tmp_path / "flags").write_text("--seed=0  \n")
+    (tmp_path / "flags").write_text("--seed=0\n")
     done = subprocess.run(["bash", ROOT / "runs/domains.sh", f"--out_dir={tmp_path}", "--seed=1"],
                           env=environment(PYTHON="false"), capture_output=True, text=True)
     assert done.returncode == 2 and "was started with other options, --seed=0" in done.stderr
