@@ -44,7 +44,7 @@ class Config:
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
     controls: str = "start"                  # of start, again (other seeds), placebo (random rewards), rft
-    rft: str = ""                            # command of the control rft for the base's seconds; empty: RFT
+    rft: str = ""                            # command of the control rft, for the base's seconds; empty: RFT
     seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3     # seeds of each arm
     budget: Literal["steps", "seconds"] = "steps"     # an arm's amount: the base's steps or seconds
     out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
@@ -67,8 +67,8 @@ class Config:
 
 
 CONTROLS = ("start", "again", "placebo", "rft")
-RFT = ("datagen.py {} --temperature=1 --oversample=8 --keep_per_question=1 --stop_early && "
-       "train.py config/rft.py --num_epochs=1.5")                      # {}: the base's task
+RFT = ("datagen.py --temperature=1 --oversample=8 --keep_per_question=1 --stop_early && "
+       "train.py config/rft.py --num_epochs=1.5")
 PROBE_STEPS = 10                             # of an arm, timed beside the base's first
 PROBE_QUESTIONS = 200                        # of the control rft
 TOLERANCE = 0.05                             # of an arm's seconds, before the verdict mentions them
@@ -91,7 +91,7 @@ def commands_of(cfg, extra):
                            "correct it.")
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"
-    of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT.format("")}
+    of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
     return commands | {name: of_controls[name] for name in controls if name != "start"}
 
 
@@ -317,7 +317,8 @@ def check(cfg, commands):
         raise BadInput("The base has no task to answer questions of: give --task=.")
     cfg.max_new_tokens = cfg.max_new_tokens or base.get("max_new_tokens", 128)
     if "rft" in commands and not cfg.rft:
-        commands["rft"] = RFT.format(shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens)))
+        flags = shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens))
+        commands["rft"] = RFT.replace("datagen.py", f"datagen.py {flags}")
     return task
 
 

@@ -50,7 +50,7 @@ from text.provenance import check_task, common_prompt, own_task
 
 
 @dataclass
-class Config(RunOptions):                  # runtime/options.py: --resume, adapters, machine, checkpoints, ...
+class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints
     # the run
     out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, rollouts/,
                                              # training.log
@@ -451,6 +451,7 @@ def evaluate(cfg, run, pipeline, valid, recorder):
 
 def build_model(cfg, hw, shape, found, resuming):
     """Return the GPT, not yet sharded, with the weights of `found`. `start` loads those of a resumed run."""
+    memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     torch.manual_seed(cfg.seed)
     device = sharding.building_device(hw, cfg.parallel)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=device)
@@ -502,8 +503,6 @@ def main(argv):
         lambda: experimental.find_teacher(cfg, resuming, tokenizer, found.config.vocab_size, context))
 
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
-    sharing = sharding.ranks_that_share(cfg.parallel)
-    distributed.together(lambda: memory.check_weights(shape, hw.device, sharing), BadInput)
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     default = MICRO_BATCH_ON_CPU if hw.device.type == "cpu" else MICRO_BATCH
     micro_batch = cfg.tokens_per_micro_batch or default
@@ -517,9 +516,10 @@ def main(argv):
                                               "teacher": teacher and teacher.identity(cfg.teacher)})
     keep_base = cfg.beta > 0 and not teacher
     with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base):
+        reference = None
         if cfg.beta:
             from rollouts.reference import Reference
-        reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
+            reference = Reference(cfg, hw, run.model, teacher)
         worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context, other_bytes, reference)
         slots = cfg.slots or slots_beside_update(cfg, run, worst, context, other_bytes, stream.state.slots)

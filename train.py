@@ -42,7 +42,7 @@ from text.tokenizer import Tokenizer
 
 
 @dataclass
-class Config(RunOptions):                  # runtime/options.py: --resume, adapters, machine, checkpoints, ...
+class Config(RunOptions):                    # runtime/options.py: --resume, adapters, machine, checkpoints
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, a run folder, a Hugging Face folder, GGUF file or hub

@@ -18,12 +18,12 @@ def find_teacher(cfg, resuming):
     recorded = checkpoint.read_model(cfg.out_dir).get("teacher") if resuming else None
     if not recorded or recorded["name"] != cfg.teacher:
         recorded = {}
-    source = hub.find(cfg.teacher, recorded.get("step"))
     step = recorded.get("step")
+    source = hub.find(cfg.teacher, step)
     if step is not None and not checkpoint.step_folder(source.folder, step).is_dir():
         raise BadInput(f"{cfg.teacher} no longer has the checkpoint of step {step}, with which the run in "
-                       f"{cfg.out_dir} began: restore it (its run keeps --keep_last), or start "
-                       f"a new run with --init_from={cfg.out_dir} and another --out_dir=.")
+                       f"{cfg.out_dir} began: restore that checkpoint, or start a new run "
+                       f"with --init_from={cfg.out_dir} and another --out_dir=.")
     parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
     for key, part in parts.items():
         if key in recorded and recorded[key] != getattr(source, key):

@@ -18,8 +18,8 @@ def model_card(source, n_params):
     """Return the Markdown of a run's ModelSource: its command, and its figures at the exported step."""
     options = config.read_saved(source.folder)
     lines = read_lines(source.folder)
-    began = next((line["config"] for line in lines if "config" in line), {})
-    if options.get("init_from") == "resume":
+    if options.get("init_from") == "resume":     # the first start has the model that the run began with
+        began = next((line["config"] for line in lines if "config" in line), {})
         options |= {"init_from": began.get("init_from")}
     script = "grpo.py" if "k_samples" in options else "train.py"
     given = {name: options[name] for name in SHOWN if options.get(name) not in (None, 0, "", "resume")}

@@ -1,7 +1,6 @@
 """Measure steps of grpo.py (rollout, reward, update) against their limit and TRL, and verifiers alone."""
 import functools
 import json
-import os
 import random
 import statistics
 import time
@@ -21,7 +20,7 @@ from model import GPTConfig, on_meta
 from rollouts.pipeline import requests_of
 from rollouts.questions import questions_of
 from runtime import guard
-from tasks._pool import Pool
+from tasks._pool import Pool, default_workers
 
 # {model: (work, prompt_tokens, max_new_tokens)}, chosen so that a step of TRL takes some seconds
 GRPO = {"llama-50m": ("4x8", 50, 32), "gpt2": ("64x8", 50, 94)}
@@ -187,8 +186,7 @@ def bench_rewards(cfg, hw, folder, script_args, log):
             "one after the other": lambda: grade_all(serial, pairs),
         }
         rates = alternate(sides, cfg.repeats, "completions/s", log, warm_up=1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    limit = min(WORKERS, cores) * statistics.median(rates["one after the other"])
+    limit = min(WORKERS, default_workers()) * statistics.median(rates["one after the other"])
     share = statistics.median(rates["nanoRFT"]) / limit
     return {"what": description, "unit": "completions/s", "rates": rates, "limit": limit, "share": share,
             "also": description}

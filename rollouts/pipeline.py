@@ -27,8 +27,8 @@ UNFINISHED = Grade(0.0, {}, "", None)
 # --- requests ---
 
 def few_shot_of(cfg, source):
-    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and for
-    questions from a dataset, whose task may have no examples, and 4 for a Hugging Face model (source)."""
+    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and with a
+    dataset, whose task may have no examples, 4 for a Hugging Face model. source: hub.ModelSource."""
     if cfg.few_shot is not None:
         return cfg.few_shot
     if getattr(cfg, "dataset", None):

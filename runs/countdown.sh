@@ -29,8 +29,7 @@ flags="--task=$task --seed=$seed --base_steps=$base --grpo_steps=$grpo --asked=$
 flags="$flags --num_questions=$questions"
 refuse_foreign_files "this pipeline's" flags greedy.txt sampled.txt again.txt greedy.jsonl sampled.jsonl \
     again.jsonl teachers.json traces.txt summary.json summary.png
-[ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$flags" ] ||
-    refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
+refuse_other_options "$flags"
 also="matplotlib"; source runs/setup.sh
 mkdir -p "$out"
 touch "$out/seconds"

@@ -21,8 +21,7 @@ for argument in "$@"; do
 done
 source runs/ladder.sh
 flags="--seed=$seed${base:+ $base}${grpo:+ $grpo}"
-[ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$flags" ] ||
-    refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
+refuse_other_options "$flags"
 source runs/setup.sh
 ask="--task=math:0+code:0+logic:0+simulation:0+table:0+science:0 --max_new_tokens=144"
 mkdir -p "$out"

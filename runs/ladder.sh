@@ -12,6 +12,11 @@ refuse_foreign_files() {                 # refuse_foreign_files WHOSE NAME...: i
     done
 }
 
+refuse_other_options() {                 # refuse_other_options FLAGS: if the folder was started with others
+    [ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$1" ] ||
+        refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
+}
+
 run_python() { "$python" "$@"; }
 run_ranks() { env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" "$@"; }
 

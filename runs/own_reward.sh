@@ -14,11 +14,9 @@ done
 source runs/ladder.sh
 also="transformers gguf"; source runs/setup.sh
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
-for name in short.py questions.jsonl held_out.jsonl; do
-    [ ! -e "$out/$name" ] || [ -e "$out/run" ] ||
-        refuse "$out/$name is there and not this script's: move it elsewhere, or give another --out_dir=."
-done
+refuse_foreign_files "this script's" short.py questions.jsonl held_out.jsonl
 mkdir -p "$out"
+touch "$out/seconds"                         # marks the folder as this script's
 
 cat > "$out/short.py" <<'END'
 def reward(question, completion):

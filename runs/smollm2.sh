@@ -38,8 +38,7 @@ fi
 flags="--seed=$seed --model=$model --task=$task --sft_steps=$sft --asked=$asked --grpo_steps=$grpo"
 flags="$flags --num_questions=$questions"
 refuse_foreign_files "this pipeline's" flags greedy.txt sampled.txt summary.json summary.png report.html
-[ ! -e "$out/flags" ] || [ "$(cat "$out/flags")" = "$flags" ] ||
-    refuse "$out was started with other options, $(cat "$out/flags"): give these, or another --out_dir=."
+refuse_other_options "$flags"
 mkdir -p "$out"
 touch "$out/seconds"
 echo "$flags" > "$out/flags"

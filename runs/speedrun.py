@@ -24,12 +24,12 @@ from measure import answers
 from measure.ceilings import cpu_name
 from measure.gpu.run import error_message, run_process
 from measure.intervals import MOST, half_width
-from runs.referee import OUTSIDE, keep_copy
 from measure.runs import ROOT, aligned, as_flags, end_on_signals, make_folder, process, turned
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, Bounds
 from runtime.progress import ProgressLine
+from runs.referee import OUTSIDE, keep_copy
 
 REFERENCE = ROOT / "runs" / "speedrun.sh"
 TASK = "unit_conversion"
@@ -73,10 +73,10 @@ def run(script, folder, seed, questions):
         start = time.perf_counter()
         code, printed = run_process(command, None, log, env)
         seconds = time.perf_counter() - start
-    message = error_message(printed)
-    if code is None or code < 0 or code > 128 or re.search(OUTSIDE, message):
-        raise guard.Failure(f"{script} was stopped ({message}): the same call resumes.")
-    if code:
+    if code != 0:
+        message = error_message(printed)
+        if code is None or code < 0 or code > 128 or re.search(OUTSIDE, message):
+            raise guard.Failure(f"{script} was stopped ({message}): the same call resumes.")
         return {"failed": message}
     options = as_flags(task=TASK, dataset=questions, num_samples=SAMPLES, temperature=1, max_new_tokens=144,
                        seed=seed, device="cpu")

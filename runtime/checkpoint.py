@@ -482,6 +482,6 @@ def launch():
         return None
     parent = os.getppid()
     began = None
-    with contextlib.suppress(OSError):       # a container's torchrun has always one number: its start too
+    with contextlib.suppress(OSError):       # in a container torchrun's number is always the same
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), parent, began]

@@ -97,7 +97,7 @@ class Run(RunState):
             tokenizer.save(cfg.out_dir)
 
     def restore_identity(self):
-        """Write back model.json and config.json as they were before a start that was refused."""
+        """Restore config.json, model.json and metrics.jsonl as they were before a start that was refused."""
         for path, content in self.before.items():
             if content is None:
                 path.unlink(missing_ok=True)

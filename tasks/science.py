@@ -24,7 +24,6 @@ QUANTITIES = {                       # exponents of the bases
 }
 SIGNS = {"times": "+", "over": "-"}  # operation on exponents
 FACTOR = re.compile(r"(kg|m|s)(?:\^?(\()?(-?[0-9]{1,2})(?(2)\)))?")
-SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 INORGANIC = ("H2O H2O2 NH3 N2H4 HNO3 N2O5 H2S H2SO4 SO3 H3PO4 P4O10 PF5 SF6 Na2O Na2CO3 Na2SO4 Na3PO4 Mg3N2 "
              "MgSO4 Al2O3 Al2S3 AlPO4 K3N KNO3 K2CO3 K3PO4 CaF2 Ca3N2 CaCO3 CO2 CS2 CF4").split()
 ELEMENTS = {"C", "H", "O", *re.findall("[A-Z][a-z]?", " ".join(INORGANIC))}
@@ -85,7 +84,7 @@ def unit(steps, names, words):
 def exponents(text):
     """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None for other texts."""
     found = dict.fromkeys(BASES, 0)
-    text = _numbers.normal(_numbers.unwrapped(text).translate(SUPERSCRIPTS))
+    text = _numbers.normal(_numbers.unwrapped(text).translate(_numbers.SUPERSCRIPTS))
     for i, part in enumerate(text.strip().removesuffix(".").split("/")):
         part = part.strip()
         part = part[1:-1] if i and part.startswith("(") and part.endswith(")") else part
