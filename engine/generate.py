@@ -117,12 +117,11 @@ class Engine:
         runner.prefill([(slots[0], request.ids[:-1]) for request, slots, in_last_row, _ in admitted
                         if not in_last_row])
         last_row = self.slots
+        copies = []
         for request, slots, in_last_row, keep in admitted:
-            source = last_row if in_last_row else slots[0]
-            targets = {*slots, last_row} if keep else {*slots}
-            targets.discard(source)
-            if targets:
-                runner.cache.copy(source, [*targets], len(request.ids) - 1)
+            rows = [last_row, *slots] if in_last_row else [*slots, last_row] if keep else slots
+            copies.append((rows[0], rows[1:], len(request.ids) - 1))
+        runner.copy(copies)
         if admitted:
             self.start(scheduler, [slot for _, slots, *_ in admitted for slot in slots])
         for source, target, n in scheduler.compact():
@@ -145,8 +144,7 @@ class Engine:
         samples are paused."""
         runner = self.runner
         if scheduler.environment:
-            for slots, positions, ids in scheduler.resume():
-                runner.extend(slots, positions, ids)
+            runner.extend(scheduler.resume())
         steps = scheduler.num_steps()
         if not steps:
             return ()

@@ -118,7 +118,7 @@ class KVCache:
         return positions * cache_bytes(self.config, 0, 64, self.storage.dtype) / 64
 
     def copy(self, source, slots, n):
-        """Copy the first n keys and values of a slot to other slots."""
+        """Copy the first n keys and values of a slot to other slots, a tensor on the device."""
         for cache in (self.k, self.v):
             cache[:, slots, :, :n] = cache[:, source, None, :, :n].clone()
 
@@ -163,17 +163,16 @@ class KVCache:
         self.prefix.append(torch.stack((k, v)).transpose(2, 3))
         return self.attention(q, k, v)
 
-    def extend(self, slots, starts, T):
-        """Return each layer's attention function for GPT.hidden, for T more positions of the rows in slots
-        [B], from position starts [B] on (a tensor on the host)."""
-        end = int(starts.max()) + T
+    def extend(self, slots, positions):
+        """Return each layer's attention function for GPT.hidden, for more positions [B, T] (a tensor on the
+        host) of the rows in slots [B]."""
+        end = int(positions.max()) + 1
         self.fit(end)
         length = self.length if self.deterministic else end
-        device = self.storage.device
-        positions = (starts[:, None] + torch.arange(T)).to(device)           # [B, T]
-        mask = self.storage.new_zeros(len(slots), 1, T, length)
+        slots = slots.to(self.storage.device)
+        positions = positions.to(self.storage.device)
+        mask = self.storage.new_zeros(len(slots), 1, positions.shape[1], length)
         mask.masked_fill_(self.positions[:length] > positions[:, None, :, None], -math.inf)
-        slots = slots.to(device)
         return [partial(self.extend_layer, layer, slots, positions, mask) for layer in zip(self.k, self.v)]
 
     def extend_layer(self, layer, slots, positions, mask, q, k, v):

@@ -162,9 +162,18 @@ class ModelRunner:
         noise = uniform(streams[:, None], torch.arange(first, end))
         self.noise[slots, first:end] = noise.to(self.noise.device)
 
+    def copy(self, copies):
+        """Copy prompts (slot, other slots, tokens). All slots are sent to the device at once: each transfer
+        waits for it."""
+        slots = torch.tensor([slot for _, others, _ in copies for slot in others], device=self.device)
+        slots = slots.split([len(others) for _, others, _ in copies])
+        for (source, _, n), others in zip(copies, slots):
+            if len(others):
+                self.cache.copy(source, others, n)
+
     def move(self, source, target, n):
         """Move a slot of n tokens."""
-        self.cache.copy(source, [target], n)
+        self.copy([(source, [target], n)])
         for tensor in (self.state.T, self.noise):
             tensor[target] = tensor[source]
 
@@ -189,7 +198,7 @@ class ModelRunner:
             padded = [ids[P:] + [0] * (P + T - len(ids)) for _, ids in batch]   # causal attention ignores it
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
             lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
-            self.forward(padded, torch.tensor([P]), self.cache.prefill(slots, lengths, P, T))
+            self.forward(padded, torch.arange(P, P + T), self.cache.prefill(slots, lengths, P, T))
 
     def find_prefix(self, prompts):
         """Return the length of the prompts' common prefix whose keys and values the cache keeps: at least
@@ -200,31 +209,39 @@ class ModelRunner:
         kept = os.path.commonprefix([self.prefix, alike])
         if len(kept) < MIN_PREFIX <= len(alike) and len(prompts) > 1:
             kept = alike
-            self.forward([kept], torch.tensor([0]), self.cache.keep_prefix())
+            self.forward([kept], torch.arange(len(kept)), self.cache.keep_prefix())
         if len(kept) < MIN_PREFIX:
             return 0
         self.prefix = kept
         return len(kept)
 
-    def extend(self, slots, starts, ids):
-        """Put ids [n, 1 + T] at positions starts [n] of slots: the last is the next input; keys and values of
-        the others are computed, in batches."""
-        T = ids.shape[1] - 1
-        end = int(starts.max()) + 1 + T      # the keys and values before it are copied
-        n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.device_type] // max(T, end // 16))
-        slots, starts, ids = map(torch.as_tensor, (slots, starts, ids))
-        for batch, first, tokens in zip(slots.split(n), starts.split(n), ids.split(n)):
-            self.forward(tokens[:, :-1], first[:, None], self.cache.extend(batch, first, T))
-            self.state[:, batch] = torch.stack((tokens[:, -1], first + T)).to(self.device)
+    def extend(self, replies):
+        """Put replies (slot, first position, ids) behind samples: the last id is the next input; keys and
+        values of the others are computed, in batches of similar length."""
+        replies = sorted(replies, key=lambda reply: len(reply[2]))
+        while replies:
+            T = len(replies[-1][2]) - 1
+            end = max(start for _, start, _ in replies) + 1 + T        # keys and values before it are copied
+            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.device_type] // max(T, end // 16))
+            batch = replies[-n:]
+            replies = replies[:-n]
+            slots = torch.tensor([slot for slot, *_ in batch])
+            starts = torch.tensor([start for _, start, _ in batch])
+            padded = [ids[:-1] + [0] * (1 + T - len(ids)) for *_, ids in batch]
+            # A sample never reads the last position, nor those behind its newest token.
+            positions = (starts[:, None] + torch.arange(T)).clamp_(max=self.context - 1)
+            self.forward(padded, positions, self.cache.extend(slots, positions))
+            newest = torch.tensor([(ids[-1], start + len(ids) - 1) for _, start, ids in batch])
+            self.state[:, slots] = newest.T.to(self.device)
 
-    def forward(self, ids, starts, attentions):
-        """Run the model on ids [B][T] for their keys and values, from positions `starts` [B, 1] or [1] on."""
+    def forward(self, ids, positions, attentions):
+        """Run the model on ids [B][T] at positions [B, T] or [T] for their keys and values."""
         x = torch.as_tensor(ids).to(self.device)
-        positions = (starts + torch.arange(x.shape[1])).to(self.device)
         # Training may have set other kernels, for another dtype; behind other positions there is a mask.
-        kernels = sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if starts.any() else hardware.sdpa_order()
+        behind = positions[..., 0].any()
+        kernels = sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if behind else hardware.sdpa_order()
         with kernels if self.device_type == "cuda" else nullcontext():
-            self.model.hidden(x, positions, attentions)
+            self.model.hidden(x, positions.to(self.device), attentions)
 
     def decode(self, positions, paused, steps, sampling):
         """Draw the next tokens of slots 0 ... B-1, whose newest ones are at positions [B]. Return ids and

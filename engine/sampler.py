@@ -120,15 +120,17 @@ def top_candidates(logits, top_k, top_p):
 def invert(p, u):
     """Return the first id [B] at which the cumulative sum of p [B, V] reaches the share u [B] of the total.
 
-    For many ids this finds the block of 256 ids, then the id in it: cumulative sums of all V in float64 would
+    For many ids this finds the block of ids, then the id in it: cumulative sums of all V in float64 would
     take three times as long.
     """
-    if p.shape[-1] <= 512:
+    V = p.shape[-1]
+    if V <= 512:
         sums = p.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(sums, u[:, None] * sums[:, -1:])[:, 0]
-    if p.shape[-1] % 256:
-        p = F.pad(p, (0, -p.shape[-1] % 256))
-    p = p.unflatten(1, (-1, 256))
+    size = 128 if V % 256 == 128 else 256    # padding Qwen's 151,936 ids takes two thirds of a draw
+    if V % size:
+        p = F.pad(p, (0, -V % size))
+    p = p.unflatten(1, (-1, size))
     sums = p.sum(-1).double().cumsum(-1)                     # up to the end of each block
     target = (u * sums[:, -1])[:, None]
     block = torch.searchsorted(sums, target)
@@ -136,8 +138,8 @@ def invert(p, u):
     before = F.pad(sums, (1, 0)).gather(1, block)
     # The target's share of its block lies in (0, 1]: an id of probability 0 is never reached.
     share = (target - before) / (sums.gather(1, block) - before)
-    sums = p.gather(1, block[..., None].expand(-1, -1, 256))[:, 0].double().cumsum(-1)
-    return (block * 256 + torch.searchsorted(sums, share * sums[:, -1:]))[:, 0]
+    sums = p.gather(1, block[..., None].expand(-1, -1, size))[:, 0].double().cumsum(-1)
+    return (block * size + torch.searchsorted(sums, share * sums[:, -1:]))[:, 0]
 
 
 # --- stops ---

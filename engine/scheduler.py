@@ -256,23 +256,21 @@ class Scheduler:
         return fits and self.new_tokens[slot] < self.max_new_tokens[slot]
 
     def resume(self):
-        """Append pending replies and let their samples run. Yield for each length T of replies: slots, the
-        positions of their newest tokens, and these tokens with the replies behind them [n, 1 + T]."""
-        by_length = {}                       # {T: slots}
+        """Append pending replies and let their samples run. Return [(slot, position of its newest token, ids:
+        this token and the reply)]."""
+        resumed = []
         for slot, sample in enumerate(self.running):
-            if sample.pending:
-                by_length.setdefault(len(sample.pending), []).append(slot)
-        for T, slots in by_length.items():
-            newest = self.new_tokens[slots] - 1
-            rows = np.array(slots)[:, None]
-            columns = newest[:, None] + np.arange(1 + T)
-            self.ids[rows, columns[:, 1:]] = [self.running[slot].pending for slot in slots]
-            self.logprobs[rows, columns[:, 1:]] = 0
-            for slot, n in zip(slots, (newest + 1).tolist()):
-                self.running[slot].forced.append((n, n + T))
-                self.running[slot].pending = []
-            self.new_tokens[slots] += T
-            room = self.context - self.prompt_tokens[slots]
-            self.max_new_tokens[slots] = np.minimum(self.max_new_tokens[slots] + T, room)
-            self.paused[slots] = False
-            yield slots, self.prompt_tokens[slots] + newest, self.ids[rows, columns]
+            if not sample.pending:
+                continue
+            first = int(self.new_tokens[slot])
+            last = first + len(sample.pending)
+            self.ids[slot, first:last] = sample.pending
+            self.logprobs[slot, first:last] = 0
+            sample.forced.append((first, last))
+            sample.pending = []
+            self.new_tokens[slot] = last
+            prompt = int(self.prompt_tokens[slot])
+            self.max_new_tokens[slot] = min(self.max_new_tokens[slot] + last - first, self.context - prompt)
+            self.paused[slot] = False
+            resumed.append((slot, prompt + first - 1, self.ids[slot, first - 1:last].tolist()))
+        return resumed

@@ -622,8 +622,8 @@ def test_draws_are_the_same_with_and_without_blocks():
     torch.manual_seed(0)
     p, u = torch.randn(500, 512).mul(3).softmax(-1), torch.rand(500, dtype=torch.float64)
     p[:, ::3] = 0
-    few, many = invert(p, u), invert(F.pad(p, (0, 1)), u)
-    assert few.equal(many) and (p.gather(1, few[:, None]) > 0).all() and len(few.unique()) > 100
+    few, many, more = (invert(F.pad(p, (0, n)), u) for n in (0, 1, 128))
+    assert few.equal(many) and few.equal(more) and (p.gather(1, few[:, None]) > 0).all() and len(few.unique()) > 100
 
 
 @pytest.mark.parametrize("s", [Sampling(), Sampling(temperature=0.5), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(min_p=0.2),

@@ -92,6 +92,18 @@ def test_deterministic_episodes_are_bitwise_in_any_batch():
     assert all((s.ids, s.logprobs, s.forced) == (alone[key].ids, alone[key].logprobs, alone[key].forced) for key, s in together.items())
 
 
+def test_replies_of_all_lengths_are_computed_in_one_pass_up_to_the_end_of_the_context(monkeypatch):
+    model, asked = make(), requests(8, 3, lambda i: 30 + 17 * i)
+    options = dict(most=6, length=lambda n: 1 + 79 * (n % 3 == 0))
+    expected = sampled(Engine(model, slots=1, sampling=Sampling(stop=STOP)), asked, environment=Replies(**options))
+    plain, passes = KVCache.extend, []
+    monkeypatch.setattr(KVCache, "extend", lambda self, slots, at: passes.append((len(slots), at)) or plain(self, slots, at))
+    engine = Engine(model, slots=24, sampling=Sampling(stop=STOP))
+    assert_same(sampled(engine, asked, environment=Replies(late=lambda: 2, **options)), expected)
+    assert max(n for n, _ in passes) > 3 and sum(n for n, _ in passes) == sum(len(s.forced) for s in expected.values())
+    assert any((at == engine.context - 1).sum() > 1 for _, at in passes)         # padding beyond the context
+
+
 def test_a_reply_without_room_ends_the_episode():
     """In a context of 192, a prompt of up to 89: a reply of 60 fits once or twice, and none is cut."""
     done = sampled(Engine(make(), slots=8, sampling=Sampling(stop=STOP)), requests(9, 3, 130),

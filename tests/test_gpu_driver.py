@@ -2,6 +2,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -230,7 +231,7 @@ def test_a_run_on_text_and_a_pipeline(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run.network, "is_reachable", lambda: False)
     summary = json.dumps({"stages": [{"name": "rft", "greedy": 0.5, "sampled": 0.4, "pass_at_8": 0.8, "seconds": 3.0}]})
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/smollm2.sh").write_text(f"mkdir ${{1#*=}} && echo '{summary}' > ${{1#*=}}/summary.json\n")
+    (tmp_path / "runs/smollm2_seeds.sh").write_text(f"mkdir -p ${{1#*=}}/1 && echo '{summary}' > ${{1#*=}}/1/summary.json\n")
     (tmp_path / "runs/broken.sh").write_text("mkdir ${1#*=}; echo no model; exit 1\n")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     for name in ("train.py", "config"):
@@ -245,9 +246,25 @@ def test_a_run_on_text_and_a_pipeline(monkeypatch, tmp_path, capsys):
     assert stages["smollm2"].download == str(smollm2.FILE)
     assert trained["status"] == "ok" and trained["figures"]["val_ppl_word"] > 1 and trained["figures"]["tokens_per_s"] > 0
     assert skipped["status"] == "skipped" and skipped["error"].startswith("it needs the network, or ")
-    assert there["status"] == "ok" and there["name"] == "rft" and there["figures"]["greedy"] == 0.5
+    assert there["status"] == "ok" and there["name"] == "1/rft" and there["figures"]["greedy"] == 0.5
     said = capsys.readouterr().out
-    assert "word perplexity" in said and "greedy 50.0%, sampled 40.0%" in said and "`bash runs/smollm2.sh`" in said
+    assert "word perplexity" in said and "greedy 50.0%, sampled 40.0%" in said and "`bash runs/smollm2_seeds.sh`" in said
+
+
+def test_three_seeds_run_side_by_side_and_a_failed_one_is_named(tmp_path):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(ROOT / "runs/smollm2_seeds.sh", tmp_path / "runs")
+    (tmp_path / "runs/setup.sh").write_text("python=python3\n")
+    (tmp_path / "runs/smollm2.sh").write_text(
+        """[ $1 != --seed=1 ] || { echo started; echo no room; exit 1; }
+out=${3#*=} all=${3#*=}/..
+mkdir "$out"; echo "$@" > "$out/options"
+while [ ! -e "$all/0/options" ] || [ ! -e "$all/2/options" ]; do sleep 0.01; done""")        # waits for the other
+    done = subprocess.run(["bash", "runs/smollm2_seeds.sh", "--out_dir=a b/out", "--model=m", "--asked=9"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: seed 1 failed: no room\n")
+    assert (tmp_path / "a b/out/2/options").read_text() == "--seed=2 --model=m --out_dir=a b/out/2 --asked=9\n"
+    assert subprocess.run(["bash", "runs/smollm2_seeds.sh", "--seed=4"], cwd=tmp_path, capture_output=True).returncode == 2
 
 
 def test_another_loss_is_a_failure():

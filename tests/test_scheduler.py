@@ -103,9 +103,8 @@ def test_a_paused_sample_runs_on_behind_a_reply_or_finishes(reply, reason):
     if reason:
         assert names(finished) == [(0, 1)] and finished[0].reason == reason and names(scheduler.running) == [(0, 0), None]
         return
-    (slots, positions, ids), = scheduler.resume()
-    assert (slots, positions.tolist(), ids.tolist()) == ([1], [2], [[STOP, 4, 5]])
-    assert not finished and list(scheduler.resume()) == [] and scheduler.lengths.tolist() == [4, 5]
+    assert scheduler.resume() == [(1, 2, [STOP, 4, 5])]
+    assert not finished and scheduler.resume() == [] and scheduler.lengths.tolist() == [4, 5]
     record(scheduler, [7], [STOP])
     paused = environment.asked[1]
     assert (paused.ids, paused.logprobs, paused.forced) == ([STOP, 4, 5, STOP], [-1, 0, 0, -1], [(1, 3)])

@@ -111,6 +111,8 @@ STAGES = (
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
     Stage("train-eager", f"{GPT2} --compile=false", 25, 120, package="tokenizers"),
     Stage("train", GPT2, 40, 150, "train-eager", "tokenizers"),
+    Stage("train-64x1", f"{TRAIN} config/gpt2_124m.py --batch_size=64 --gradient_accumulation_steps=1", 40,
+          150, "train", "tokenizers"),
     Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
           25, 90),
@@ -118,7 +120,7 @@ STAGES = (
     Stage("grpo-360m", f"{GRPO} --model=smollm2-360m", 45, 150, package="tokenizers"),
     Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
     Stage("train-350m", GPT2_350M, 45, 150, package="tokenizers"),
-    Stage("smollm2", "runs/smollm2.sh", 420, 600, package="gguf transformers matplotlib datasets tiktoken",
+    Stage("smollm2", "runs/smollm2_seeds.sh", 420, 600, package="gguf transformers matplotlib datasets tiktoken",
           download="data/SmolLM2-135M-Instruct.Q4_1.gguf"),
     Stage("sft-eager", f"{SFT} --compile=false", 20, 90),
     Stage("sft", f"{SFT} --compile=true", 35, 120, "sft-eager"),
@@ -266,19 +268,22 @@ def checks_of_record(record):
 
 
 def checks_of_folder(folder):
-    """Return the check of a run folder of train.py, or the checks of a pipeline's summary.json; of a
-    pipeline that was stopped, those of its run folders."""
-    if (folder / "summary.json").exists():
-        stages = json.loads((folder / "summary.json").read_text())["stages"]
-        return [outcome(stage["name"], figures=stage) for stage in stages]
+    """Return the check of a run folder of train.py, or the checks of pipelines' summary.json; of pipelines
+    that were stopped, those of their run folders."""
     checks = []
-    for path in sorted([*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]):
+    summaries = sorted(folder.rglob("summary.json"))
+    for path in summaries:
+        seed = "" if path.parent == folder else f"{path.parent.name}/"
+        stages = json.loads(path.read_text())["stages"]
+        checks += [outcome(seed + stage["name"], figures=stage) for stage in stages]
+    for path in [] if summaries else sorted(folder.rglob("metrics.jsonl")):
         figures = {}
         settings = {}
         for line in read_lines(path.parent):
             figures |= {name: line[name] for name in RUN_FIGURES if isinstance(line.get(name), float)}
             settings |= {name: line["settings"].get(name) for name in SETTINGS if "settings" in line}
-        checks += [outcome(path.parent.name, figures=figures | {"settings": settings})] * bool(figures)
+        name = path.parent.name if path.parent == folder else str(path.parent.relative_to(folder))
+        checks += [outcome(name, figures=figures | {"settings": settings})] * bool(figures)
     return checks
 
 
