@@ -493,7 +493,8 @@ def main(argv):
     cfg.overwrite &= not any(int(os.environ.get(f"{launcher}_RESTART_COUNT") or 0)
                              for launcher in ("TORCHELASTIC", "SLURM"))
     check(cfg)
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False, deterministic=cfg.deterministic)
+    hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False,
+                        deterministic=cfg.deterministic)
     source = distributed.on_main(lambda: hub.find(cfg.init_from))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load()                    # in CPU memory; the engine copies it to the GPU
@@ -519,15 +520,14 @@ def main(argv):
         raise BadInput(f"Memory suffices for {engine.slots} samples at once, and --deterministic needs "
                        f"--slots={cfg.slots}, on which the last bits depend: free memory, or start again "
                        "with fewer.")
-    dtype = engine.format if engine.half_weights else hw.dtype
-    header = header_of(cfg, dtype, tokenizer, model, task, form, questions, requests)
+    header = header_of(cfg, engine.format, tokenizer, model, task, form, questions, requests)
     del model                                # the engine has its own copy
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
         logged = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
-              f"examples in each prompt; {dtype} on {hw.name}, {engine.slots} samples in flight{logged}.",
-              flush=True)
+              f"examples in each prompt; {engine.format} on {hw.name}, {engine.slots} samples in flight"
+              f"{logged}.", flush=True)
 
     stop = guard.StopSignal(lambda: "the next answer", "the answers that are not graded yet")
     new = []
@@ -542,15 +542,18 @@ def main(argv):
     except OSError as e:
         failure = (f"{e.filename or 'The attempts log'} could not be written ({e.strerror}): free disk "
                    "space, then repeat the command to resume.")
-    if any(number is not None for number in distributed.gather(stop.received)):
-        print(f"Stopped on request; {len(new):,} more attempts are logged. Repeat the command"
-              f"{' without --overwrite' if cfg.overwrite else ''} to resume.", flush=True)
-        return stop.exit_code()
+    stopped = any(number is not None for number in distributed.gather(stop.received))
     shares = []
     for rank_failure, *share in distributed.gather((failure, new, cost)):
         if rank_failure:
             raise BadInput(rank_failure)
         shares.append(share)
+    if stopped:
+        if distributed.is_main():
+            logged = sum(len(attempts) for attempts, _ in shares)
+            print(f"Stopped on request; {logged:,} more attempts are logged. Repeat the command"
+                  f"{' without --overwrite' if cfg.overwrite else ''} to resume.", flush=True)
+        return stop.exit_code()
     return distributed.on_main(lambda: finish(cfg, questions, attempts, shares, dropped))
 
 

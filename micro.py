@@ -28,7 +28,7 @@ SLIPS = 0.06                                 # share of its steps whose result i
 # --- the task: questions, worked examples and a verifier (tasks/unit_conversion.py) ---
 
 def questions(split, n):
-    """Draw n questions. A tenth of the sums are for the test (a + b with b + a), by a hash."""
+    """Draw n questions. A hash reserves a tenth of the sums (a + b like b + a) for the test."""
     drawn = []
     while len(drawn) < n:
         a, b = sorted(random.randint(100, 999) for _ in range(2))
@@ -155,7 +155,7 @@ def verified(model, asked, oversample):
 # --- reinforcement learning: GRPO (grpo.py) ---
 
 def grpo(model, max_steps, learning_rate, prompts_per_step=32, k_samples=8):
-    """Make samples above their group's mean likelier. With one step a rollout, GRPO's ratio is 1."""
+    """Make samples above their group's mean likelier. With one step per rollout, GRPO's ratio is 1."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, max_steps + 1):
         asked = [question for question in questions("train", prompts_per_step) for _ in range(k_samples)]
@@ -172,7 +172,7 @@ def grpo(model, max_steps, learning_rate, prompts_per_step=32, k_samples=8):
 # --- the pipeline (runs/quickstart.sh) ---
 
 def main(seed=0, base_steps=600, grpo_steps=100):
-    """Run the four stages; return {model: [greedy accuracy, sampled accuracy]}, of 1,000 test questions."""
+    """Run the four stages; return {model: [greedy accuracy, sampled accuracy]} on 1,000 test questions."""
     random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)

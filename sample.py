@@ -184,8 +184,7 @@ def command(cfg, line, history):
     if name != "/temperature":
         raise ValueError(f"{name} is no command: /reset, or /temperature 0.7.")
     try:
-        cfg.temperature = float(value)
-        Sampling(cfg.temperature)            # raises for a number that it can't be
+        cfg.temperature = Sampling(float(value)).temperature           # which raises for other numbers
     except ValueError:
         raise ValueError(f"/temperature needs a number, such as /temperature 0.7, not {value!r}.") from None
     return history
@@ -244,7 +243,8 @@ def main(argv):
     task, pool = open_task(cfg) if cfg.task else (None, None)
     if task and cfg.stop is None:
         cfg.stop = task.stop
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False, deterministic=cfg.deterministic)
+    hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False,
+                        deterministic=cfg.deterministic)
     if cfg.interactive or cfg.chat:
         if distributed.world_size() > 1:
             raise config.BadInput("--interactive and --chat need one process: run them without torchrun.")

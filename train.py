@@ -250,7 +250,7 @@ def train(cfg, run, model, dataset, held_out, teacher, flops_per_token):
         run.start_step()
         # Micro-batches: x [micro_batch, T] token ids, y the next ids, of examples also the index of targets
         # and the beginning that all of them share. num_targets counts all micro-steps and ranks.
-        micro_batches = [[tensor.to(hw.device, non_blocking=True) for tensor in batch]
+        micro_batches = [[tensor.to(hw.device, non_blocking=hw.device.type == "cuda") for tensor in batch]
                          for batch in next(loader)]
         num_tokens, num_targets = dataset.tokens(run.step)
         run.end_phase("data")

@@ -193,7 +193,7 @@ def truncation_advice(run, share):
     if first < min(0.25, share / 2) and (run.mean("reward") or 0) <= first_value(run, "reward"):
         return f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
     score = run.mean("truncated_score") or 0
-    if score > 0.5:
+    if score > 0.5 and run.config.get("overlong") != "penalty":
         return (f". These earn {score:.2f} on average, so the reward does not ask for an end: use "
                 "--overlong=penalty, or set the task's STOP to a text behind the answer")
     return (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, "
@@ -251,8 +251,9 @@ def groups_alike(run):
         return None
     why = f"no sample is correct{unsolved(run)}"
     if right > 0.5:
-        why = ("all samples are correct: the questions have become too easy. Ask harder ones, skip solved "
-               "ones with --skip_solved=2, or stop here")
+        skip = "" if run.config.get("skip_solved") else "skip solved ones with --skip_solved=2, "
+        why = ("all samples are correct: the questions have become too easy. Ask harder ones, "
+               f"{skip}or stop here")
     is_on = run.config.get("dynamic_sampling")
     more = "" if is_on else ", or replace such groups with --dynamic_sampling=true"
     return (f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}"
@@ -297,7 +298,7 @@ def engine_differs(run):
         limit = max(limit, ROUNDING["torch.bfloat16" if run.settings["dtype"] == "bf16" else "torch.float16"])
         # Rounding hardly changes a model that is nearly certain of each token.
         limit = min(limit, 0.003 + 0.1 * (run.mean("entropy") or math.inf))
-    if gap is None or gap <= limit:
+    if gap is None or gap <= limit or run.config.get("tis_cap"):
         return None
     return (f"The engine's logprobs differ from the trainer's by {gap:.2g} nats per token, of which rounding "
             f"in {run.settings.get('engine')} explains {limit:.2g}, so the engine samples from another "
@@ -439,9 +440,12 @@ def lengths_run_away(run):
     first = fmean(lengths[:MIN_LINES])
     now = fmean(lengths[-MIN_LINES:])
     if now > 2 * first and now > 0.5 * run.config.get("max_new_tokens", math.inf):
+        remedies = [text for name, value, text in (
+            ("overlong", "penalty", "penalise truncated ones with --overlong=penalty"),
+            ("loss_type", "dr_grpo", "use a constant loss denominator with --loss_type=dr_grpo"))
+            if run.config.get(name) != value] or ["subtract a price of length in reward()"]
         return (f"Completions grow from {first:.0f} to {now:.0f} tokens, and the reward does not penalise "
-                "length: penalise truncated ones with --overlong=penalty, and use a constant loss "
-                "denominator with --loss_type=dr_grpo.")
+                f"length: {', and '.join(remedies)}.")
     rewards = run.values("reward", run.steps)
     better = len(rewards) > MIN_LINES and fmean(rewards[-MIN_LINES:]) > fmean(rewards[:MIN_LINES]) + 0.05
     if now < first / 3 and not better:
@@ -592,6 +596,16 @@ def loss_spikes(run):
     return (f"The loss jumps from {before[-1]:.2f} to {now:.2f}: lower "
             f"--learning_rate={run.config.get('learning_rate')} to a third, use a longer warm-up, or look "
             "for broken text at this step.")
+
+
+def steps_skipped(run):
+    """Many steps have gradients that are not finite."""
+    skipped = run.last("skipped_steps") or 0
+    steps = run.last("step") or 0
+    if skipped < 20 or skipped < 0.05 * steps:
+        return None
+    return (f"{skipped:.0f} of {steps:.0f} steps were skipped, since their gradients were not finite: lower "
+            f"--learning_rate={run.config.get('learning_rate')}, or train with --dtype=bf16 or fp32.")
 
 
 def loss_rises(run):
@@ -807,9 +821,10 @@ RL = (never_right, right_unpaid, never_ends, truncated_unpaid, replies_too_long,
       groups_alike, ignores_question, broken_verifier, paid_unlike, advantages_unlike_rewards, paid_by_length,
       beta_too_large, one_prompt, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell,
       same_samples, memorised, greedy_falls, lengths_run_away, part_never_paid, part_always_paid,
-      paid_for_replies, few_questions, slower_than_before, *DATA)
+      paid_for_replies, few_questions, steps_skipped, slower_than_before, *DATA)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, rate_too_large,
-            validation_rises, text_repeated, slower_than_before, waits_for_data, low_mfu, *DATA)
+            validation_rises, text_repeated, steps_skipped, slower_than_before, waits_for_data, low_mfu,
+            *DATA)
 
 # {finding: findings that it explains, which are suppressed}
 UNLEARNT = ("never_right", "never_ends", "truncated_unpaid", "groups_alike", "same_samples", "reward_fell",

@@ -180,9 +180,8 @@ def main(argv):
                  for run in described if "val_accuracy" in run["last"]]
     if evaluated:
         tables.append({"name": "last evaluation in training, greedy", "rows": evaluated})
-    for log in logs:
-        name = f"{log.name.removesuffix('.attempts.jsonl')}, rejection sampling"
-        described.insert(1, {"name": name} | samples_of(log, most, runs[0]))
+    described[1:1] = [{"name": f"{log.name.removesuffix('.attempts.jsonl')}, rejection sampling"}
+                      | samples_of(log, most, runs[0]) for log in logs]
     output.write_text(render(str(folder), {"runs": described, "tables": tables}), encoding="utf-8")
     print(output)
     return 0

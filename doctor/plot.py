@@ -153,9 +153,9 @@ def main(argv):
         raise BadInput(f"--expected needs --x=steps, not --x={cfg.x}: leave one of them out.")
     figures = recorded(cfg.expected) if cfg.expected else None
     output = cfg.output or Path(cfg.runs[0]) / "curves.png"
+    runs = {str(run): read_run(run) for run in cfg.runs}
     try:
         check_output(output)
-        runs = {str(run): read_run(run) for run in cfg.runs}
         draw(runs, cfg.x, output, figures)
     except (OSError, ValueError) as e:                    # missing folder, unknown format
         reason = getattr(e, "strerror", None) or e

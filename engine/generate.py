@@ -121,7 +121,7 @@ class Engine:
         for request, slots, in_last_row, keep in admitted:
             rows = [last_row, *slots] if in_last_row else [*slots, last_row] if keep else slots
             copies.append((rows[0], rows[1:], len(request.ids) - 1))
-        runner.copy(copies)
+        runner.copy_prompts(copies)
         if admitted:
             self.start(scheduler, [slot for _, slots, *_ in admitted for slot in slots])
         for source, target, n in scheduler.compact():

@@ -101,9 +101,10 @@ class KVCache:
         self.row_starts = torch.arange((rows - 1) * K, device=self.storage.device).view(-1, K) * length
 
     def fit(self, length):
-        """Grow T to at least `length` if the cache grows."""
+        """Grow T to at least `length`, or to the longest, if the cache grows."""
+        length = min(bucket(length, 16), self.longest)
         if self.grows and length > self.length:
-            self.resize(min(bucket(length, 16), self.longest), self.length)
+            self.resize(length, self.length)
 
     def clear(self, slots):
         """Do nothing: positions past a row's own are never read."""
@@ -118,7 +119,7 @@ class KVCache:
         return positions * cache_bytes(self.config, 0, 64, self.storage.dtype) / 64
 
     def copy(self, source, slots, n):
-        """Copy the first n keys and values of a slot to other slots, a tensor on the device."""
+        """Copy the first n keys and values of a slot to other slots: a tensor on the device or a slice."""
         for cache in (self.k, self.v):
             cache[:, slots, :, :n] = cache[:, source, None, :, :n].clone()
 
@@ -163,14 +164,11 @@ class KVCache:
         self.prefix.append(torch.stack((k, v)).transpose(2, 3))
         return self.attention(q, k, v)
 
-    def extend(self, slots, positions):
-        """Return each layer's attention function for GPT.hidden, for more positions [B, T] (a tensor on the
-        host) of the rows in slots [B]."""
-        end = int(positions.max()) + 1
+    def extend(self, slots, positions, end):
+        """Return each layer's attention function for GPT.hidden, for more positions [B, T], the last of which
+        is end - 1, of the rows in slots [B]."""
         self.fit(end)
         length = self.length if self.deterministic else end
-        slots = slots.to(self.storage.device)
-        positions = positions.to(self.storage.device)
         mask = self.storage.new_zeros(len(slots), 1, positions.shape[1], length)
         mask.masked_fill_(self.positions[:length] > positions[:, None, :, None], -math.inf)
         return [partial(self.extend_layer, layer, slots, positions, mask) for layer in zip(self.k, self.v)]

@@ -162,7 +162,7 @@ class ModelRunner:
         noise = uniform(streams[:, None], torch.arange(first, end))
         self.noise[slots, first:end] = noise.to(self.noise.device)
 
-    def copy(self, copies):
+    def copy_prompts(self, copies):
         """Copy prompts (slot, other slots, tokens). All slots are sent to the device at once: each transfer
         waits for it."""
         slots = torch.tensor([slot for _, others, _ in copies for slot in others], device=self.device)
@@ -173,7 +173,7 @@ class ModelRunner:
 
     def move(self, source, target, n):
         """Move a slot of n tokens."""
-        self.copy([(source, [target], n)])
+        self.cache.copy(source, slice(target, target + 1), n)
         for tensor in (self.state.T, self.noise):
             tensor[target] = tensor[source]
 
@@ -198,7 +198,8 @@ class ModelRunner:
             padded = [ids[P:] + [0] * (P + T - len(ids)) for _, ids in batch]   # causal attention ignores it
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
             lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
-            self.forward(padded, torch.arange(P, P + T), self.cache.prefill(slots, lengths, P, T))
+            positions = torch.arange(P, P + T, device=self.device)
+            self.forward(padded, positions, self.cache.prefill(slots, lengths, P, T))
 
     def find_prefix(self, prompts):
         """Return the length of the prompts' common prefix whose keys and values the cache keeps: at least
@@ -209,7 +210,7 @@ class ModelRunner:
         kept = os.path.commonprefix([self.prefix, alike])
         if len(kept) < MIN_PREFIX <= len(alike) and len(prompts) > 1:
             kept = alike
-            self.forward([kept], torch.arange(len(kept)), self.cache.keep_prefix())
+            self.forward([kept], torch.arange(len(kept), device=self.device), self.cache.keep_prefix())
         if len(kept) < MIN_PREFIX:
             return 0
         self.prefix = kept
@@ -221,27 +222,28 @@ class ModelRunner:
         replies = sorted(replies, key=lambda reply: len(reply[2]))
         while replies:
             T = len(replies[-1][2]) - 1
-            end = max(start for _, start, _ in replies) + 1 + T        # keys and values before it are copied
-            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.device_type] // max(T, end // 16))
-            batch = replies[-n:]
-            replies = replies[:-n]
-            slots = torch.tensor([slot for slot, *_ in batch])
-            starts = torch.tensor([start for _, start, _ in batch])
+            # Padding must end within the context, and costs a CPU as much as text.
+            fewest = T // 2 if self.device_type == "cpu" else 0
+            alike = [reply for reply in replies if reply[1] + T <= self.context and len(reply[2]) > fewest]
+            longest = max(start for _, start, _ in alike) + T          # keys and values before it are copied
+            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.device_type] // max(T, longest // 16))
+            batch = alike[-n:]
+            replies = [reply for reply in replies if reply not in batch]
+            slots = torch.tensor([slot for slot, *_ in batch], device=self.device)
+            starts = torch.tensor([start for _, start, _ in batch], device=self.device)
+            positions = starts[:, None] + torch.arange(T, device=self.device)
+            end = max(start for _, start, _ in batch) + T
             padded = [ids[:-1] + [0] * (1 + T - len(ids)) for *_, ids in batch]
-            # A sample never reads the last position, nor those behind its newest token.
-            positions = (starts[:, None] + torch.arange(T)).clamp_(max=self.context - 1)
-            self.forward(padded, positions, self.cache.extend(slots, positions))
+            self.forward(padded, positions, self.cache.extend(slots, positions, end))
             newest = torch.tensor([(ids[-1], start + len(ids) - 1) for _, start, ids in batch])
             self.state[:, slots] = newest.T.to(self.device)
 
     def forward(self, ids, positions, attentions):
         """Run the model on ids [B][T] at positions [B, T] or [T] for their keys and values."""
-        x = torch.as_tensor(ids).to(self.device)
-        # Training may have set other kernels, for another dtype; behind other positions there is a mask.
-        behind = positions[..., 0].any()
-        kernels = sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if behind else hardware.sdpa_order()
-        with kernels if self.device_type == "cuda" else nullcontext():
-            self.model.hidden(x, positions.to(self.device), attentions)
+        x = torch.tensor(ids, device=self.device)
+        # Training may have set other kernels, for another dtype.
+        with hardware.sdpa_order() if self.device_type == "cuda" else nullcontext():
+            self.model.hidden(x, positions, attentions)
 
     def decode(self, positions, paused, steps, sampling):
         """Draw the next tokens of slots 0 ... B-1, whose newest ones are at positions [B]. Return ids and

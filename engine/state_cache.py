@@ -42,7 +42,7 @@ class StateCache:
         return sum(new for _, new in lengths) * state_bytes(self.config)
 
     def copy(self, source, slots, n):
-        """Copy a slot's state after n positions to other slots, a tensor on the device."""
+        """Copy a slot's state after n positions to other slots: a tensor on the device or a slice."""
         self.storage[:, slots] = self.storage[:, source, None].clone()
 
     def prefill(self, slots, lengths, P, T):

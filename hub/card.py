@@ -10,6 +10,7 @@ FIGURES = {
     "val_accuracy_high": "the same, upper end",
     "val_loss": "validation loss, nats a token",
     "val_ppl_token": "validation perplexity, a token",
+    "reward": "mean reward of this step's samples in training",
 }
 SHOWN = ("init_from", "dataset", "task", "max_steps", "num_epochs", "learning_rate", "lora_rank", "seed")
 
@@ -29,7 +30,8 @@ def model_card(source, n_params):
         if line["step"] == source.step:          # of a loss that is not finite the log has a text
             measured |= {name: value for name, value in line.items()
                          if name in FIGURES and isinstance(value, int | float)}
-    rows = "\n".join(f"| {FIGURES[name]} | {value:.3f} |" for name, value in measured.items())
+    rows = [f"| {FIGURES[name]} | {value:.3f} |\n" for name, value in measured.items()]
+    table = "".join(["\n| figure | value |\n|---|---|\n", *rows] if rows else [])
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -43,8 +45,4 @@ tags: [nanorft]
     {command}
 
 To be added, since the run does not know it: the licence of its data and of the model that it began with.
-
-| figure | value |
-|---|---|
-{rows}
-"""
+{table}"""

@@ -32,9 +32,10 @@ class Batch:
                                              # the positions to compute (None: all)
 
     def to(self, device):
-        prefixes = Prompts(*(tensor if tensor is None else tensor.to(device, non_blocking=True)
+        ahead = torch.device(device).type == "cuda"          # mps may read memory that was freed since
+        prefixes = Prompts(*(tensor if tensor is None else tensor.to(device, non_blocking=ahead)
                              for tensor in self.prefixes))
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()
+        moved = {name: tensor.to(device, non_blocking=ahead) for name, tensor in vars(self).items()
                  if name != "prefixes"}
         return Batch(**moved, prefixes=prefixes)
 
@@ -132,7 +133,7 @@ def cut(completions, tokens, multiple=1):
     T = 0
     for c in completions:
         positions += len(c.ids) + (0 if c.prefix in prefixes else len(c.prefix))
-        prefixes = prefixes | {c.prefix}
+        prefixes.add(c.prefix)
         P = max(P, round_up(len(c.prefix), multiple))
         T = max(T, round_up(len(c.ids), multiple))
         if not parts or token_cost(positions, len(prefixes), P, len(parts[-1]) + 1, T) > tokens:

@@ -17,13 +17,14 @@ from runtime import distributed
 from runtime.config import BadInput
 
 # Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, from
-# the vendors' data sheets (not checked yet: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe and NVL); None for
+# the vendors' data sheets (not checked yet: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe, NVLs); None for
 # an unsupported format. Names match as whole words with anything between them ("A100-SXM4-80GB" is an "A100
 # 80GB"), specific names first. A card that is not listed has no MFU, since a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
     "H100 NVL":   (835, 835, 417, 60, 3.9),
     "H100":       (989, 989, 494, 67, 3.35),
+    "H200 NVL":   (835, 835, 417, 60, 4.8),
     "H200":       (989, 989, 494, 67, 4.8),
     "A100 80GB":  (312, 312, 156, 19.5, 2.04),
     "A100":       (312, 312, 156, 19.5, 1.56),

@@ -18,6 +18,9 @@ from runtime.progress import ProgressLine
 GIB = 2**30
 # Measured peak resident set divided by the estimate below: 1.0 to 1.6 for six shapes (docs/notes.md)
 CPU_SLACK = 1.6
+# {controllers in /proc/self/cgroup: root of the folders, file of the limit, memory in memory.stat}
+CGROUPS = {"": ("/sys/fs/cgroup", "memory.max", "anon"),
+           "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss")}
 
 
 def is_out_of_memory(error):
@@ -202,12 +205,21 @@ def available(device):
     for line in read_text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    cgroup = Path("/sys/fs/cgroup")
-    limit = read_text(cgroup / "memory.max").strip()
-    used = dict(line.split() for line in read_text(cgroup / "memory.stat").splitlines())
-    if limit.isdigit():
-        free = min(free, int(limit) - int(used.get("anon", 0)))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min([free, *free_in_cgroups()]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def free_in_cgroups():
+    """Yield the free bytes within each memory limit that a container, SLURM or systemd sets."""
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in CGROUPS:
+            root, limit, used = CGROUPS[controllers]
+            folder = Path(root, path.lstrip("/"))
+            for folder in (folder, *folder.parents):
+                most = read_text(folder / limit).strip()
+                if most.isdigit():
+                    figures = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+                    yield int(most) - int(figures.get(used, 0))
 
 
 def read_text(path):

@@ -50,7 +50,8 @@ def asked_unit(question):
     text = question.get("question", "")
     asked = asked_in(text)
     right = abs(_numbers.number(str(question.get("answer"))) or 0)
-    scales = [scale for scale, size in _numbers.SCALES.items() if f" {scale}" in text and right < size]
+    scales = [scale for scale, size in _numbers.SCALES.items()
+              if f" {scale}" in text and right < size and "many" not in asked.words]
     whole = [scale for scale in asked.words & _numbers.SCALES.keys() if right >= _numbers.SCALES[scale]
              and not re.search(rf"(?:how many|in) {scale}", text, re.IGNORECASE)]
     # the rest of $32 million: 4, or $4 million; half of 2 million people: 1 million, or 1000000

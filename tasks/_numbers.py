@@ -36,8 +36,8 @@ WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10 ** 6, "billion": 10 ** 9,
           "trillion": 10 ** 12}
 # Words after a number that give it another value, or another number to choose.
-ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths eighths tenths hundredths "
-         "squared cubed pi π sqrt root mod factorial".split()}
+ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths sevenths eighths ninths tenths "
+         "hundredths thousandths squared cubed pi π sqrt root mod factorial".split()}
 WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)”|\\boxed\{(.*)\}|\\\((.*)\\\)|"
                      r"\\\[(.*)\\\]|\$(.*)\$)\.?", re.DOTALL)
 
@@ -45,7 +45,8 @@ WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)�
 
 SAME = str.maketrans({"⋅": "*", "∙": "*", "·": "*", "×": "*", "✕": "*", "✖": "*", "∗": "*", "＊": "*",
                       "÷": "/", "∕": "/", "⁄": "/", "−": "-", "–": "-", "‒": "-", "‐": "-", "‑": "-",
-                      "﹣": "-", "－": "-", "＋": "+", "＝": "=", "≈": "=", "≃": "=", "≅": "="})
+                      "﹣": "-", "－": "-", "＋": "+", "＝": "=", "≈": "=", "≃": "=", "≅": "=",
+                      "℃": "°C", "℉": "°F"})
 FRACTION = re.compile(r"(?:(?<![\w.,^])([0-9]{1,12})\s?)?\\frac\s?(?:\{([^{}]{0,200})\}|([0-9]))\s?"
                       r"(?:\{([^{}]{0,200})\}|([0-9]))")
 BRACED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\s?\{([^{}]{0,200})\}")
@@ -58,7 +59,8 @@ TEX = {"times": "*", "cdot": "*", "ast": "*", "div": "/", "approx": "=", "simeq"
        "]": " ", " ": " "}
 COMMAND = re.compile(r"\\(times|cdot|ast|div|approx|simeq|left|right|quad)(?![a-zA-Z])|\\([ ,;!%$()\[\]])")
 BRACES = re.compile(r"\^\{([^{}]{0,20})\}| ?\{, ?\}|,\\!\s*")       # 10^{3}, 1{,}000, 1,\! 000
-FRACTION_CHARACTER = re.compile(f"(?<![0-9])([0-9]{{0,12}})([{''.join(VULGAR)}])")
+FRACTION_CHARACTER = re.compile(f"(?:(?<![0-9])([0-9]{{1,12}})\\s?)?([{''.join(VULGAR)}])")
+AND_A_PART = re.compile(r"(?i)\band (?:an?|one) (?:quarter|third|(?:four|fif|six|seven|eigh|nin|ten)th)\b")
 
 
 def normal(text):
@@ -66,11 +68,11 @@ def normal(text):
     \\frac{1}{2} and ½ (1/2), ≈ =."""
     if not text.isascii():
         text = EXPONENT.sub(lambda m: "^" + m[0].translate(SUPERSCRIPTS), text.translate(SAME))
-        text = FRACTION_CHARACTER.sub(lambda m: f"({m[1]}{'+' if m[1] else ''}{VULGAR[m[2]]})", text)
+        text = FRACTION_CHARACTER.sub(lambda m: f"({m[1] + '+' if m[1] else ''}{VULGAR[m[2]]})", text)
     if "{" in text or "\\!" in text:
         text = BRACES.sub(lambda m: "," if m[1] is None else f"^{m[1]}", text)
     if "\\" in text:
-        text = DEGREE.sub("°", NAMED_FRACTION.sub(r"\\frac", text))
+        text = DEGREE.sub("°", NAMED_FRACTION.sub(r"\\frac", text)).replace("~", " ")
         for _ in range(4):                           # deeper nesting is left unchanged
             before = text
             text = BRACED.sub(r" \1 ", FRACTION.sub(fraction, text))
@@ -116,6 +118,8 @@ def number(text, asked=None):
 def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
+    if AND_A_PART.search(unit):
+        return None
     first, _, rest = unit.partition(" ")
     amounts = {"K": "thousand", "M": "million", "B": "billion"} if currency else {}
     scale = ({"k": "thousand"} | amounts).get(first, first.lower().removesuffix("s"))

@@ -89,13 +89,15 @@ def size_of(word):
 # Money is in hundredths, areas in square millimetres, a percentage and a count in ones. These words are not
 # in SIZES, whose units are those of equations.
 CURRENCIES = set("dollar euro sterling yen rupee".split())
+TONS = SIZES["tonne"][1], 2000 * SIZES["pound"][1], 2240 * SIZES["pound"][1]         # metric, short, long
 SENSES = {name: meant for names, meant in (
     ("$ us$ usd dollar buck", {("dollar", 100)}), ("€ eur euro", {("euro", 100)}),
     ("£ gbp quid sterling", {("sterling", 100)}), ("pound", {("sterling", 100), SIZES["pound"]}),
     ("¥ jpy yen", {("yen", 100)}), ("₹ inr rupee", {("rupee", 100)}),
     ("cent ¢", {("dollar", 1), ("euro", 1)}), ("penny pennies pence", {("dollar", 1), ("sterling", 1)}),
     ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
-    ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
+    ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}),
+    ("ton", {("mass", size) for size in TONS}),
     ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("celsius centigrade C", {("celsius", 1)}),
     ("fahrenheit F", {("fahrenheit", 1)}), ("kelvin K", {("kelvin", 1)})) for name in names.split()}
 QUANTITIES = {quantity for quantity, _ in [*SIZES.values(), *set().union(*SENSES.values())]} | {"area"}
@@ -103,6 +105,7 @@ LETTERS = "ghlLmst"                  # symbols of one letter
 IRREGULAR = set("feet inches pennies people men women children mice teeth geese fish sheep".split())
 LENGTH = "|".join(f"{name}s?" for name in (*SIZES, *ALIASES) if size_of(name)[0] == "length") + "|in"
 SHORT_FORMS = [(re.compile(form), short) for form, short in (
+    (r"(?i)\b(?:square|sq\.?|cubic|cu\.?)\s+units?\b", "units"),
     (r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)", " "),
     (rf"(?i)\b(?:(?:square|sq\.?)[\s-]*({LENGTH})|({LENGTH})(?:\^?[2²]| squared?))\b", r"\1\2^2"),
     (rf"(?i)\b(?:(?:cubic|cu\.?)[\s-]*({LENGTH})|({LENGTH})(?:\^?[3³]| cubed))\b", r"\1\2^3"),

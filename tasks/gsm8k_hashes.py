@@ -8,6 +8,7 @@ from tasks import _equations, gsm8k
 PROMPT = '{} Let\'s think step by step and output the final answer after "####".\n'
 STOP = ""                            # the model ends its answer
 ANSWER = re.compile(r"#### (-?[0-9.,]{1,40})")
+READ = 300                           # verl reads the last characters of a completion
 
 check = gsm8k.check
 questions = gsm8k.questions
@@ -23,5 +24,5 @@ def documents(split, argument=None):
 
 def reward(question, completion):
     """Grade as verl does: `#### 18.0` is not `#### 18`."""
-    found = ANSWER.findall(completion)
+    found = ANSWER.findall(completion[-READ:])
     return float(bool(found) and found[-1].replace(",", "") == str(gsm8k.with_number(question)["answer"]))

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tasks import _numbers, _questions, gym
+from tasks import _answers, _numbers, _questions, gym
 
 INSTRUCTION = "Think step by step. Then give the answer alone within <answer></answer>."
 FORM = "one of GURU's, with data_source, prompt [{role, content}] and reward_model.ground_truth"
@@ -110,9 +110,12 @@ def boxed(text):
 
 def reward(question, completion):
     answer = answer_of(completion)
-    right = _numbers.number(question["answer"])
+    # (3,5) is a pair, not 3.5; 1,000 is a number
+    is_list = re.search(r"[0-9],(?![0-9]{3}(?![0-9]))", question["answer"])
+    right = None if is_list else _numbers.number(question["answer"])
     if right is not None:
-        correct = _numbers.number(_numbers.normal(answer).removesuffix("°")) == right
+        said = _numbers.normal(answer).removesuffix("°")
+        correct = _numbers.number(said, _answers.asked_unit(question)) == right
     else:
         said, wanted = (gym.plain(_numbers.unwrapped(text)) for text in (answer, question["answer"]))
         correct = bool(answer) and said == wanted

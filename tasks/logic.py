@@ -146,7 +146,7 @@ def draw_knights(rng, level):
     wording = rng.choice(("{} says: {}. {} says: {}. Who is a knight (or both, neither)?",
                           "{}: {}. {}: {}. Name the knight (or both, neither)."))
     text = wording.format(a, said[0].format(b), b, said[1].format(a))
-    return f"{a} and {b} are knights or knaves. {text}", [people, said], [people, said]
+    return f"{a} and {b} are knights or knaves. {text}", sorted(zip(people, said)), [people, said]
 
 
 def truth_of(case, said):

@@ -4,6 +4,8 @@ trains for minutes; 1 (default) most numbers below 100; 2 larger.
 
 About three in ten documents are wrong, by a slip in a step. Most documents with percentages have the same
 mistake: 30% off 80 is computed as 80 - 30."""
+import re
+
 from tasks import _answers, _questions, _steps
 from tasks._numbers import digits
 
@@ -159,4 +161,11 @@ def wrong_solution(question, rng):
 
 
 check, questions, documents = _questions.with_levels("math", draw, solution, wrong_solution, invites_mistake)
-reward = _answers.grade
+
+
+def reward(question, completion):
+    """Return (score, parts), see _answers.grade. All questions ask for an amount: 42% is none."""
+    found = _answers.ANSWER.search(completion)
+    if found and re.search("(?i)%|percent", found[1]):
+        return 0.0, dict.fromkeys(("answered", "correct", "reasoned"), False)
+    return _answers.grade(question, completion)

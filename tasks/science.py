@@ -16,6 +16,7 @@ INSTRUCTION = ("Work in short equations such as `3 * 2 = 6.`; for a unit add or 
                "give the number, the weekday or the unit (`kg m^2 s^-1`) alone within <answer></answer>.")
 TINY = ("atoms", "motion", "sum", "weekday")         # kinds of level 0
 BASES = ("kg", "m", "s")
+UNITLESS = ("dimensionless", "unitless", "none", "no unit", "no units")
 QUANTITIES = {                       # exponents of the bases
     "mass": (1, 0, 0), "distance": (0, 1, 0), "time": (0, 0, 1), "area": (0, 2, 0), "volume": (0, 3, 0),
     "speed": (0, 1, -1), "frequency": (0, 0, -1), "acceleration": (0, 1, -2), "momentum": (1, 1, -1),
@@ -85,9 +86,12 @@ def exponents(text):
     """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None for other texts."""
     found = dict.fromkeys(BASES, 0)
     text = _numbers.normal(_numbers.unwrapped(text).translate(_numbers.SUPERSCRIPTS))
-    for i, part in enumerate(text.strip().removesuffix(".").split("/")):
+    text = text.strip().removesuffix(".")
+    text = "1" if text.lower() in UNITLESS else text
+    text = text[1:-1] if text.startswith("((") and text.endswith("))") else text         # of \frac
+    for i, part in enumerate(text.split("/")):
         part = part.strip()
-        part = part[1:-1] if i and part.startswith("(") and part.endswith(")") else part
+        part = part[1:-1] if part.startswith("(") and part.endswith(")") else part
         for token in part.replace("*", " ").split() or ["nothing"]:
             factor = FACTOR.fullmatch(token)
             if not factor and token != "1":

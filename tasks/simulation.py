@@ -138,10 +138,14 @@ check, questions, documents = _questions.with_levels(
     "simulation", draw, solution, wrong_solution, invites_mistake)
 
 
-def is_right(answer, right):
-    """Return whether an answer is right. A position, `(3, 9)`, may have both parentheses or none."""
+def is_right(answer, question):
+    """Return whether an answer is right. A position, `(3, 9)`, may have both parentheses or none; words may
+    follow a number, and `cup` precede it."""
+    right = question["answer"]
     if "," not in right:
-        return _answers.same(answer, right)
+        value = _numbers.number(answer.removeprefix("under ").removeprefix("cup "),
+                                _answers.asked_unit(question))
+        return value == _numbers.number(right) if value is not None else _answers.same(answer, right)
     position = re.fullmatch(r"\((.*)\)|([^()]*)", answer)
     parts = (position[1] or position[2] or "").split(",") if position else []
     expected = right.strip("()").split(",")
@@ -151,5 +155,5 @@ def is_right(answer, right):
 def reward(question, completion):
     """Return (score, parts), see _answers.grade_steps."""
     answer = _answers.words(completion[:_numbers.LONGEST_TEXT])
-    correct = is_right(answer, question["answer"])
+    correct = is_right(answer, question)
     return _answers.grade_steps(worked, question, completion, answer, correct, STEP)

@@ -405,7 +405,8 @@ def facts(question, completion):
     question. A number on the right without a unit has the unit asked for."""
     n_asked, unit, answer, unit_asked = (question.get(key, "") for key in ("n", "from", "answer", "to"))
     text = with_units(_answers.before_answer(completion)).replace("°", " ").replace("degrees ", "")
-    text = COUNTED.sub(lambda m: f"{COUNTS[m[1].lower()]} {m[2]}" if size_of_unit(m[2]) else m[0], text)
+    text = COUNTED.sub(lambda m: f"{COUNTS.get(m[1].lower(), m[1])} {m[2]}" if size_of_unit(m[2]) else m[0],
+                       text)
     text = IS.sub(r"\1 = ", text)
     for statement in _equations.statements(text):
         if OPERATOR.search(statement):

@@ -160,6 +160,12 @@ def test_an_epoch_shows_every_window_once_in_another_order_each_time(counting):
     assert len({tuple(e) for e in epochs}) == 3 and len({min(e) for e in epochs}) > 1
 
 
+def test_documents_that_end_elsewhere_are_another_text():
+    """Their bytes in a row are the same, their end-of-text tokens are not."""
+    one, two = (b"".join(sources.Documents(texts).raw()) for texts in (["a\nb\n"], ["a\n", "b\n"]))
+    assert one != two and b"".join(sources.Documents(["a\n", "b\n"]).raw()) == two
+
+
 def test_batches_are_a_pure_function_of_seed_and_step_for_any_number_of_ranks(counting):
     whole = data.Windows(counting, 10, 12, seed=3)
     for world in (1, 2, 3, 4):

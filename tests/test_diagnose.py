@@ -317,6 +317,7 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
     "paid_unlike": {"copies_paid_unlike": 0.2},
     "advantages_unlike_rewards": {"advantage_fit": 0.1},
     "paid_by_length": {"length_fit": 1.0},
+    "steps_skipped": {"skipped_steps": lambda step: 2 * step},
     "slower_than_before": {"tokens_per_s": lambda step: 1000.0 if step < 10 else 300.0},
 }.items(), ids=lambda value: value if isinstance(value, str) else "")
 def test_each_check_by_its_metrics(name, figures):
@@ -344,6 +345,9 @@ def test_paid_truncation_and_answers_in_common_are_healthy(figures):
     ({"temperature": 0.01}, {"distinct": 1.0, "zero_variance": 1.0, "pass_at_1": 1.0}, "nearly greedy"),         # not easy questions
     ({}, {"truncated": 0.9, "truncated_score": 0.9}, "the reward does not ask for an end"),
     ({}, {"truncated": 0.9, "truncated_score": 0.1}, "raise --max_new_tokens"),
+    ({"overlong": "penalty"}, {"truncated": 0.9, "truncated_score": 0.9}, "raise --max_new_tokens"), ({"tis_cap": 2.0}, {"logprob_gap": 0.3}, ""),
+    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step}, "length: use a constant loss denominator"),
+    ({"skip_solved": 2}, {"zero_variance": 0.97, "pass_at_1": 0.99}, "harder ones, or stop"),
     ({}, {"logprob_gap": 0.015, "entropy": 0.03}, "the engine samples from another"), ({}, {"logprob_gap": 0.015, "entropy": 0.5}, "")])    # rounding
 def test_the_cause_depends_on_the_options_and_the_first_step(config, figures, said):
     start = START | {"config": START["config"] | config}

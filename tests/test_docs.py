@@ -63,7 +63,7 @@ RUN = {
     "torchrun --nproc_per_node=8 sample.py out/book --num_samples=1000": "--num_samples=2 --max_new_tokens=3 --device=cpu",
     "python eval.py out/book --dataset=other.txt": "--device=cpu",
     "torchrun --nproc_per_node=8 eval.py out/book --dataset=other.txt": "--device=cpu",
-    "python eval.py --compare out/rft out/grpo --task=unit_conversion": ASK,
+    "python eval.py --compare out/rft out/grpo --task=unit_conversion --max_new_tokens=144": ASK,
     "python sample.py out/grpo --num_samples=4": "--max_new_tokens=3 --device=cpu",
     "python hf.py out/book exported": "",
     "python -m doctor out/grpo": "",

@@ -94,14 +94,15 @@ def test_deterministic_episodes_are_bitwise_in_any_batch():
 
 def test_replies_of_all_lengths_are_computed_in_one_pass_up_to_the_end_of_the_context(monkeypatch):
     model, asked = make(), requests(8, 3, lambda i: 30 + 17 * i)
-    options = dict(most=6, length=lambda n: 1 + 79 * (n % 3 == 0))
+    options = dict(most=6, length=lambda n: (20, 30, 80)[n % 3])
     expected = sampled(Engine(model, slots=1, sampling=Sampling(stop=STOP)), asked, environment=Replies(**options))
     plain, passes = KVCache.extend, []
-    monkeypatch.setattr(KVCache, "extend", lambda self, slots, at: passes.append((len(slots), at)) or plain(self, slots, at))
+    monkeypatch.setattr(KVCache, "extend", lambda self, slots, at, end: passes.append((len(slots), at, end)) or plain(self, slots, at, end))
     engine = Engine(model, slots=24, sampling=Sampling(stop=STOP))
     assert_same(sampled(engine, asked, environment=Replies(late=lambda: 2, **options)), expected)
-    assert max(n for n, _ in passes) > 3 and sum(n for n, _ in passes) == sum(len(s.forced) for s in expected.values())
-    assert any((at == engine.context - 1).sum() > 1 for _, at in passes)         # padding beyond the context
+    assert max(n for n, *_ in passes) > 2 and sum(n for n, *_ in passes) == sum(len(s.forced) for s in expected.values())
+    # attention takes the last key for the last position's
+    assert all(at.max() + 1 == at[:, 0].max() + at.shape[1] == end <= engine.context for _, at, end in passes)
 
 
 def test_a_reply_without_room_ends_the_episode():

@@ -102,3 +102,59 @@ def test_of_two_units_a_long_word_costs_no_time():
 def test_other_normal_forms_are_unchanged():
     for text in ("5 m²", "cm³", "x²", r"\frac{1}{2}", "10^{3}"):
         assert _numbers.normal(text) == {"5 m²": "5 m²", "cm³": "cm³", "x²": "x²", r"\frac{1}{2}": "(1/2)", "10^{3}": "10^3"}[text]
+
+
+@pytest.mark.parametrize("task, text, right, answer, is_right", [
+    ("gsm8k", "Mia buys 2 dozen eggs and uses 16. How many eggs are left?", "8", "8 dozen", False),
+    ("gsm8k", "How many tons does the ship carry?", "5", "5 kg", False), ("gsm8k", "How many tons does the ship carry?", "5", "5 tons", True),
+    ("gsm8k", "How many pies?", "5", "5 and a quarter", False), ("gsm8k", "How many pies?", "5", "5 ninths", False),
+    ("gsm8k", "How many hours does he work?", "2.5", "2 ½ hours", True), ("gsm8k", "How many hours does he work?", "2.5", "2½ hours", True),
+    ("gsm8k", "How many metres?", "1000", r"1000~\text{m}", True), ("gsm8k", "How many metres?", "1000", "~1000", False),
+    ("gsm8k", "How many dollars and cents?", "5", "5 and a bit", True),
+    ("math", "Find the area of a rectangle 25 by 4.", "100", "100 sq units", True),
+    ("math", "Find the area of a rectangle 25 by 4.", "100", "100 sq. units", True),
+    ("math", "A price of 60 falls by 30%. What is it then?", "42", "42%", False),
+    ("math", "A price of 60 falls by 30%. What is it then?", "42", "42", True)])
+def test_scales_parts_and_units_of_an_answer(task, text, right, answer, is_right):
+    assert correct(task, {"question": text, "answer": right}, answer) == is_right
+
+
+@pytest.mark.parametrize("right, answer, is_right", [
+    ("(3,5)", r"\boxed{(3, 5)}", True), ("(3,5)", r"\boxed{\frac72}", False), ("(3,5)", "<answer>3.5</answer>", False), ("1,3", "<answer>1, 3</answer>", True),
+    ("1,000", "<answer>1000</answer>", True), ("5", r"\boxed{5\text{ cm}}", True), ("5", r"\boxed{5^\circ}", True), ("5", r"\boxed{6\text{ cm}}", False)])
+def test_a_list_is_no_decimal_comma(right, answer, is_right):
+    assert (guru.reward({"answer": right}, answer)[0] == 1) == is_right
+
+
+@pytest.mark.parametrize("kind, answer, is_right", [
+    ("lamps", "{} lamps", True), ("cups", "cup {}", True), ("cups", "under cup {}", True), ("cups", "cup 12{}", False), ("lamps", "{} and a half", False)])
+def test_words_around_the_number_of_a_simulation(kind, answer, is_right):
+    task = tasks.load("simulation")
+    question = next(q for q in task.questions("train", 0, 400) if q["kind"] == kind and _numbers.number(q["answer"]) is not None)
+    assert task.reward(question, ENDING.format(answer.format(question["answer"])))[1]["correct"] == is_right
+
+
+def test_units_as_fractions_and_without():
+    from tasks import science
+    power = science.exponents("kg m^2 s^-3")
+    assert all(science.exponents(text) == power for text in ("(kg m^2)/s^3", "(kg·m²)/s³", r"\frac{kg m^2}{s^3}"))
+    assert science.exponents("dimensionless") == science.exponents("1") and science.exponents("(kg") is None
+
+
+def test_a_temperature_sign_and_a_long_s():
+    assert correct("unit_conversion:3", {"question": "", "n": "77", "from": "fahrenheit", "to": "celsius", "answer": "25"}, "25℃")
+    question = {"question": "Convert 5 km to m.", "n": "5", "from": "km", "to": "m", "answer": "5000"}
+    assert correct("unit_conversion", question, "5000", "5 * 1000 = 5000. ſix km.")
+
+
+def test_two_statements_in_another_order_are_one_puzzle():
+    from tasks import logic
+    asked = {split: [q for q in logic.questions(split, 0, 3000, "1") if q["kind"] == "knights"] for split in ("train", "test")}
+    puzzles = {split: {tuple(sorted(zip(*q["given"]))) for q in found} for split, found in asked.items()}
+    assert len(puzzles["test"]) > 50 and len(puzzles["train"]) > 200 and not puzzles["train"] & puzzles["test"]
+
+
+def test_verl_reads_the_end():
+    from tasks import gsm8k_hashes
+    question = {"answer": "18", "worked": ""}
+    assert gsm8k_hashes.reward(question, "#### 18" + "x" * 200) == 1 and gsm8k_hashes.reward(question, "#### 18" + "x" * 300) == 0

@@ -343,4 +343,6 @@ def test_a_run_is_exported_with_a_model_card(tmp_path, text):
     with open(tmp_path / "my run/metrics.jsonl", "a") as file:
         file.write('{"step": 6, "val_loss": "nan"}\n')
     assert "| nan |" not in card_of(source)
+    (tmp_path / "my run/metrics.jsonl").write_text("")
+    assert "|" not in card_of(source)
     assert hf.main([str(tmp_path / "out"), str(tmp_path / "again")]) == 0 and not (tmp_path / "again/README.md").exists()

@@ -215,3 +215,18 @@ def test_out_of_memory_during_graph_capture_is_recognised():
             raise TypeError("a mistake in what was to help")
     except TypeError as e:
         assert not memory.is_out_of_memory(e)
+
+
+def test_the_limits_of_all_cgroups_above_count(tmp_path, monkeypatch):
+    """A container's at the root, SLURM's and systemd's below; cgroup v1 beside v2."""
+    shown, plain = "3:cpu:/\n2:memory:/job\n0::/slice/job\n", memory.read_text
+    monkeypatch.setattr(memory, "read_text", lambda path: shown if str(path) == "/proc/self/cgroup" else plain(path))
+    monkeypatch.setattr(memory, "CGROUPS", {"": (tmp_path, "memory.max", "anon"), "memory": (tmp_path / "v1", "memory.limit_in_bytes", "total_rss")})
+    for folder, name, limit, used in (("slice/job", "memory.max", "max", "anon 9"), ("slice", "memory.max", "5000000", "anon 2000000\nfile 7"),
+                                      ("v1/job", "memory.limit_in_bytes", "4000000", "cache 5\ntotal_rss 3000000")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / name).write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.stat").write_text(f"{used}\n")
+    assert [*memory.free_in_cgroups()] == [1_000_000, 3_000_000]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert memory.available(torch.device("cpu")) == 1_000_000

@@ -278,10 +278,11 @@ def test_a_chat_remembers_what_was_said(source, monkeypatch, capsys):
         asked.append((requests[0].ids, sampling.temperature))
         yield from generate(self, requests, progress, sampling, environment)
     monkeypatch.setattr(sample.Engine, "generate", spied)
-    said = b"the cat\n/temperature 0\nand then\n/reset\nthe cat\n/speed 2\n/temperature hot\n"
+    said = b"the cat\n/temperature 0\nand then\n/reset\nthe cat\n/speed 2\n/temperature hot\n/temperature -1\nthe cat\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said)))
     sample.main([str(source), "--chat", "--max_new_tokens=6", "--device=cpu", "--temperature=0.9"])
-    (first, warm), (second, cold), (third, _) = asked
+    (first, warm), (second, cold), (third, _), (_, refused_one) = asked
+    assert refused_one == cold                               # an invalid number changes nothing
     assert first == third == tokenizer.prompt_ids("the cat") and (warm, cold) == (0.9, 0)
     answer = second[len(first):]
     assert second[:len(first)] == first and answer[-len(tokenizer.reply_ids("and then", True)):] == tokenizer.reply_ids("and then", True)

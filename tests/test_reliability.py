@@ -303,6 +303,8 @@ def test_one_command_always_works(tmp_path, text, capsys):
     shutil.rmtree(out)
     here(out, text, **SHORT | dict(n_embd=64, max_steps=4))
     shutil.rmtree(out / "checkpoints")                       # as if killed before the first
+    with pytest.raises(BadInput, match="checkpoint"):        # there is nothing to evaluate
+        train.main([f"--out_dir={out}", "--init_from=resume", "--eval_only"])
     train.main([f"--out_dir={out}", "--init_from=resume", "--max_steps=8"])
     said = capsys.readouterr().out
     assert "no checkpoint yet: it restarts" in said and "steps 0 to 8" in said

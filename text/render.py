@@ -58,7 +58,8 @@ def texts(template, all_variables, longest):
 
 def main():
     compiled("")                     # the time that jinja2's import takes is not a template's
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with contextlib.suppress(OSError, ValueError):         # macOS refuses a limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin:
         template, all_variables, longest = json.loads(line)
         # SIGPROF ends the process, in C code too

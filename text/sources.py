@@ -271,8 +271,8 @@ class Documents:
         self.texts = [text.encode("utf-8", "replace") for text in texts]
         self.size = sum(map(len, self.texts))
 
-    def raw(self):
-        return self.texts
+    def raw(self):                           # with lengths: other ends of documents are other tokens
+        return (part for text in self.texts for part in (f"{len(text)} ".encode(), text))
 
     def fragments(self):
         return ((True, text, len(text)) for text in self.texts)
