@@ -229,8 +229,7 @@ class ModelRunner:
             n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.device_type] // max(T, longest // 16))
             batch = alike[-n:]
             replies = [reply for reply in replies if reply not in batch]
-            slots = torch.tensor([slot for slot, *_ in batch], device=self.device)
-            starts = torch.tensor([start for _, start, _ in batch], device=self.device)
+            slots, starts = torch.tensor([reply[:2] for reply in batch], device=self.device).T
             positions = starts[:, None] + torch.arange(T, device=self.device)
             end = max(start for _, start, _ in batch) + T
             padded = [ids[:-1] + [0] * (1 + T - len(ids)) for *_, ids in batch]

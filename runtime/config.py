@@ -97,8 +97,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
         raise BadInput("--init_from=resume is for train.py and grpo.py: name a model here; the same "
                        "datagen.py command resumes its --output=.")
     if init_from == "resume":
-        values = resumed(Config, defaults, given, frozen,
-                         may_restart=bool(claim) and not given.get("eval_only"))
+        values = resumed(Config, defaults, given, frozen, bool(claim) and not given.get("eval_only"))
     elif init_from != "scratch" and saved_of:
         values = defaults | inherited(Config, saved_of(init_from), init_from, given, frozen) | given
     return Config(**values)

@@ -18,8 +18,7 @@ from runtime.progress import ProgressLine
 GIB = 2**30
 # Measured peak resident set divided by the estimate below: 1.0 to 1.6 for six shapes (docs/notes.md)
 CPU_SLACK = 1.6
-# {controllers in /proc/self/cgroup: root of the folders, file of the limit, memory in memory.stat}
-CGROUPS = {"": ("/sys/fs/cgroup", "memory.max", "anon"),
+CGROUPS = {"": ("/sys/fs/cgroup", "memory.max", "anon"),     # {controllers: folder, limit's file, used}
            "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss")}
 
 
@@ -214,8 +213,7 @@ def free_in_cgroups():
         _, controllers, path = line.split(":", 2)
         if controllers in CGROUPS:
             root, limit, used = CGROUPS[controllers]
-            folder = Path(root, path.lstrip("/"))
-            for folder in (folder, *folder.parents):
+            for folder in Path(root, path.lstrip("/"), "memory.stat").parents:
                 most = read_text(folder / limit).strip()
                 if most.isdigit():
                     figures = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
