@@ -40,7 +40,7 @@ from measure.ceilings import formats, machine, matmul_peak, read_bandwidth, reci
 from measure.ladder import bench_ladder
 from measure.profiling import bench_profile
 from measure.reinforcement import bench_grpo, bench_rewards, grpo_case, grpo_work
-from measure.runs import check_writable
+from measure.runs import check_writable, end_on_signals
 from measure.sampling import bench_datagen, bench_generate
 from measure.synthetic import SHAPES, suppress_eos, random_model, write_tokenizer
 from measure.training import bench_training, sft_work, train_work
@@ -176,6 +176,7 @@ def bench_overview(cfg, hw, folder, script_args, log):
             flags = ["--num_questions=40", "--oversample=8"] if stage == "datagen" else []
             stage_args = parse_script_args(stage, flags)
         try:
+            check_context(stage_cfg, stage_args)
             with tempfile.TemporaryDirectory(dir=folder) as stage_folder:
                 export_random_weights(stage_cfg, hw, stage_folder, log=lambda line: None)
                 figures = STAGES[stage](stage_cfg, hw, stage_folder, stage_args, log=lambda line: None)
@@ -252,7 +253,7 @@ def check(cfg):
                            f"{', '.join(stages.split())}: leave it out.")
     if cfg.profile and (cfg.repeats or (cfg.ranks or 1) > 1):
         raise BadInput("--profile profiles one run of one process: leave --repeats and --ranks out.")
-    one_case = cfg.stage == "grpo"
+    one_case = cfg.stage in ("grpo", "overview")
     work = cfg.work or "8x8"
     cases = [work] if one_case else work.split(",")
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", case) for case in cases):
@@ -305,6 +306,7 @@ def export_random_weights(cfg, hw, folder, log):
 
 
 def main(argv):
+    end_on_signals()
     own, others = split_arguments(argv)
     cfg = config.load(Config, own)
     if cfg.stage not in SCRIPTS:

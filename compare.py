@@ -44,7 +44,7 @@ class Config:
     arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
     arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
     controls: str = "start"                  # of start, again (other seeds), placebo (random rewards), rft
-    rft: str = ""                            # command of the control rft, for the base's seconds; empty: RFT
+    rft: str = ""                            # command of the control rft; empty: datagen.py, config/rft.py
     seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3     # seeds of each arm
     budget: Literal["steps", "seconds"] = "steps"     # an arm's amount: the base's steps or seconds
     out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
@@ -55,7 +55,7 @@ class Config:
     num_samples: Annotated[int, Bounds(2, 10**4)] = 8     # samples per question
     temperature: PositiveFloat = 1.0         # of these samples; greedy answers are counted apart
     max_new_tokens: PositiveInt | None = None     # longest answer; None: the base's
-    few_shot: NonNegativeInt = 0             # worked examples in the prompt
+    few_shot: NonNegativeInt | None = None   # worked examples in the prompt; None: the base's
     # the verdict
     measure: Literal["sampled", "greedy", "majority", "best"] = "sampled"     # majority: vote over a
                                              # question's samples; best: the one that the verifier prefers
@@ -87,7 +87,7 @@ def commands_of(cfg, extra):
     for name, options in cfg.arms.items():
         is_text = isinstance(options, str) and options.strip()
         if name in ("base", "", *CONTROLS) or set(str(name)) & set("/[*?") or not is_text:
-            raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name and / [ * ?: "
+            raise BadInput(f"The arm {name} should be NAME: OPTIONS, with a new NAME without / [ * ?: "
                            "correct it.")
         whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
         commands[name] = options if whole else f"{cfg.command} {options}"
@@ -309,13 +309,15 @@ def check(cfg, commands):
         if is_datagen(stages[-1][0]):
             raise BadInput(f"'{command}' ends without a model: add a stage of train.py.")
         if command == cfg.command:
-            base = options[-1]
+            base = {name: value for stage in options for name, value in stage.items()}
     default = "unit_conversion" if "task" in base else str(base.get("dataset")).partition("task:")[2]
     task = tasks.spec_of(base.get("task") or default or cfg.task or "")
     cfg.task = tasks.spec_of(cfg.task or task)
     if not cfg.task:
         raise BadInput("The base has no task to answer questions of: give --task=.")
     cfg.max_new_tokens = cfg.max_new_tokens or base.get("max_new_tokens", 128)
+    if cfg.few_shot is None:
+        cfg.few_shot = answers.few_shot_of(base, cfg.start)
     if "rft" in commands and not cfg.rft:
         flags = shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens))
         commands["rft"] = RFT.replace("datagen.py", f"datagen.py {flags}")

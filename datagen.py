@@ -75,7 +75,8 @@ class Config:
     deterministic: bool = False              # byte-identical output after any interruption, on any number of
                                              # ranks
     # machine
-    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # samples in flight; None: all that fit
+    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # samples in flight; None: all that
+                                             # fit, with --deterministic 64
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
                                              # at most 8
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per sample before its verifier is

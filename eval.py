@@ -53,8 +53,8 @@ class Config:
     task: str | dict = ""                    # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME+NAME
     compare: bool = False                    # compare each model with the first; implied by several models
-    num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
-                                             # every model and seed
+    num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500, of a dataset all;
+                                             # None: all; whatever the seed
     num_samples: Count = 1                   # samples per question
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: 0 with
                                              # a dataset, a grpo.py run's own, 4 for a Hugging Face model,
@@ -62,7 +62,7 @@ class Config:
     max_new_tokens: PositiveInt = 128        # longest completion
     temperature: NonNegativeFloat = 0.0      # of sampling; 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
-    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
+    top_p: UnitInterval = 1.0                # fewest tokens with this total probability (GPU: at most 1,024)
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     seed: NonNegativeInt = 0                 # of samples
     deterministic: bool = False              # samples do not depend on the rest of the batch, bit for bit

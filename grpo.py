@@ -71,7 +71,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
     temperature: Annotated[float, Bounds(0.01)] = 1.0     # of sampling
     max_new_tokens: PositiveInt = 128        # longest completion
-    max_prompt_tokens: PositiveInt | None = None     # drop longer prompts; None: if no answer fits
+    max_prompt_tokens: PositiveInt | None = None     # drop longer prompts; None: the model's context
     overlong: Literal["keep", "mask", "penalty"] = "keep"     # completions that reach max_new_tokens: keep
                                              # their reward, mask them in the loss, or subtract up to 1 over
                                              # the last overlong_tokens (DAPO's soft punishment)
@@ -81,7 +81,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     max_rounds: PositiveInt = 4              # rounds of dynamic sampling per step, at most
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
-                                             # loss_denominator; cispo also changes the clipping
+                                             # docs/rl.md; cispo also changes the clipping
     advantage_scale: Literal["none", "group"] = "none"     # group: advantage / standard deviation (GRPO)
     clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
     clip_high: NonNegativeFloat = 0.28       # clip ratios above 1 + clip_high (DAPO; PPO: 0.2; cispo: 4)
@@ -104,21 +104,21 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     tis_cap: NonNegativeFloat = 0.0          # e.g. 2: truncated importance sampling (Yao et al. 2025), which
                                              # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
-    max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
+    max_steps: PositiveInt = 100             # steps, each with inner_epochs * mini_batches optimizer steps
     learning_rate: NonNegativeFloat | None = None     # None: 3e-4 for a million parameters, less for more
                                              # (docs/training.md), 2e-4 with LoRA
     optimizer: Literal["adamw", "muon"] = "adamw"     # muon: of the matrices inside blocks; AdamW of the rest
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"  # wsd: decay at the end
     warmup_steps: NonNegativeInt = 5         # steps in which the rate rises
     # machine
-    tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see batch.token_cost;
+    tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see rollouts/batch.py;
                                              # halved until it fits in memory. None: 65536, on a CPU 2048
     compile: bool = False                    # torch.compile of the update
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
     eval_interval: NonNegativeInt = 50       # steps between evaluations; also at the start and end; 0: never
-    eval_questions: Count = 200              # questions of an evaluation, greedy, of split valid; of a
-                                             # dataset at most a tenth, held out
+    eval_questions: Count = 200              # held-out questions, answered greedily: of split valid,
+                                             # or at most a tenth of a dataset
     record: Literal["all", "none"] | PositiveInt = 500       # megabytes of completions in out_dir/rollouts
                                              # (the quickstart has 3), or all, or none
     log_interval: PositiveInt = 1            # steps between log lines
@@ -129,7 +129,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
                                              # completion is an error and is not trained on
     tokenizer: str | None = None             # of a model without tokenizer.json: gpt2, bytes, or a folder
-    # speed: bench.py --stage=... --ladder measures the gain of each
+    # speed: bench.py --stage=... --ladder measures the gain of most
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit
     cuda_graphs: bool = True                 # CUDA graphs in sampling

@@ -31,8 +31,8 @@ from text.prompts import context_of, instruction_of, prompt_ids
 class Config:
     model: str = ""                          # run folder, Hugging Face folder, GGUF file or hub name,
                                              # first on the command line
-    prompt: str = ""                         # empty: a test question of the task, drawn by the seed; without
-                                             # one the end-of-text token, which precedes a document
+    prompt: str = ""                         # empty: a test question of --task, drawn by the seed; without
+                                             # --task the end-of-text token, which precedes a document
     versus: str | None = None                # another model, whose samples are shown beside
     interactive: bool = False                # read independent prompts from standard input, one per line
     chat: bool = False                       # one conversation; Ctrl-C ends an answer
@@ -40,7 +40,7 @@ class Config:
     max_new_tokens: PositiveInt = 128        # longest sample
     temperature: NonNegativeFloat = 0.8      # of sampling; 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
-    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
+    top_p: UnitInterval = 1.0                # fewest tokens with this total probability (GPU: at most 1,024)
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     task: str = ""                           # ask prompts as questions of this task: with its prompt form and
                                              # instruction, up to its stop text

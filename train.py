@@ -52,7 +52,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
                                              # questions and answers (text/examples.py), or examples:NAME, a
                                              # task's own
-    block_size: PositiveInt = 256            # context, tokens; with init_from the model's, at most 1024
+    block_size: PositiveInt = 256            # context, tokens; with init_from the run's, else at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder; None: the model's, or bytes
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
     batch_size: PositiveInt = 32             # largest micro-batch, sequences; halved until it fits in memory
@@ -92,7 +92,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
                                              # the top to each block through a fixed matrix; feedback_micro:
                                              # to three points of each block
-    feedback_matrix: Literal["each", "shared", "identity"] = "each"  # of --backward=feedback: per block, one
+    feedback_matrix: Literal["each", "shared", "identity"] = "each"  # a matrix per block, one
                                              # for all, or the error unchanged
     trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"  # blocks that are trained; a
                                              # number: so many, from the top
@@ -104,17 +104,17 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     # evaluation, log, checkpoints
     eval_interval: PositiveInt = 100         # steps between evaluations; also after the last step
     eval_tokens: PositiveInt | None = None   # validation tokens; None: the whole split
-    eval_only: bool = False                  # evaluate once and exit without writing anything
+    eval_only: bool = False                  # evaluate once and exit, leaving out_dir alone
     patience: NonNegativeInt = 0             # stop after this many evaluations without a new best; 0: never
     log_interval: PositiveInt = 10           # steps between log lines
     # data, in detail
     text_key: str = "text"                   # text field of .jsonl, .parquet and hub datasets
     data_dir: str = "data"                   # folder for tokenised texts
-    prompt: str | None = None                # examples in .json or of a task: prompt template with {} for
+    prompt: str | None = None                # examples with questions: prompt form with {} for
                                              # the question; None: datagen.py's, or the task's
-    instruction: str | None = None           # examples in .json or of a task: system message of a chat model
+    instruction: str | None = None           # examples with questions: system message of a chat model
     valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
-    # speed: bench.py --stage=... --ladder measures the gain of each
+    # speed: bench.py --stage=... --ladder measures the gain of most
     loss_chunks: NonNegativeInt = 0          # chunks in which head and loss are computed; 0: by size
     num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # copy batches from page-locked memory, on a GPU
@@ -150,8 +150,8 @@ def check(cfg):
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
     if cfg.teacher and (cfg.parallel != "ddp" or cfg.compile_mode in CUDA_GRAPHS):
-        raise BadInput(f"--teacher works neither with --parallel={cfg.parallel} nor with "
-                       f"--compile_mode={cfg.compile_mode}: use ddp and default.")
+        raise BadInput("--teacher needs --parallel=ddp and no CUDA graphs: use "
+                       "--parallel=ddp --compile_mode=default.")
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("--lora_rank needs a pretrained model: name one with --init_from=, or leave it out.")
     if cfg.sequences > 2**20:

@@ -1,7 +1,7 @@
 """GRPO of a 1.5B model on GSM8K with eight A100 80 GB.
 
     torchrun --nproc_per_node=8 grpo.py config/grpo_a100x8.py
-    sbatch runs/slurm_multinode.sh grpo.py config/grpo_a100x8.py
+    sbatch --nodes=1 runs/slurm_multinode.sh grpo.py config/grpo_a100x8.py
     python -m runs.grpo_memory qwen2.5-1.5b 80 8 768 config/grpo_a100x8.py
 
 The batch of the eight-A100 guide: 128 questions of at most 256 tokens, 4 completions of at most 512 each,

@@ -175,7 +175,7 @@ def load(path_or_name, *args, device="cpu"):
 def download(name):
     """Download a model from the hub with huggingface_hub and return its folder."""
     if Path(name).exists():
-        raise BadInput(f"{name} is a file, and no GGUF file: give a run folder, or the folder that holds "
+        raise BadInput(f"{name} is a file, but not GGUF: give a run folder, or the folder that holds "
                        "config.json and model.safetensors.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, a "

@@ -58,7 +58,7 @@ def read_config(hf_config):
             mlp_bias=True,
             tied_head=hf_config.get("tie_word_embeddings", True))
     if kind not in ("llama", "qwen2", "qwen3"):
-        raise BadInput(f"The model type {kind} is not supported: choose a gpt2, llama, qwen2 or qwen3.")
+        raise BadInput(f"The model type {kind} is not supported: choose gpt2, llama, qwen2 or qwen3.")
     other_layers = set(hf_config.get("layer_types") or ()) - {"full_attention"}
     refuse_unsupported(hf_config | {"layer_types": other_layers})
     rope_theta, rope_scaling = read_rope(hf_config)

@@ -156,7 +156,7 @@ def check_keys(fields, path):
     """Raise BadInput for metadata that ask for a computation other than model.py's."""
     architecture = fields.get("general.architecture")
     if architecture not in ("apertus", "gpt2", "llama", "qwen2", "qwen3"):
-        raise BadInput(f"{path} has the architecture {architecture}: choose a gpt2, llama, qwen2 or qwen3.")
+        raise BadInput(f"{path} has the architecture {architecture}: choose gpt2, llama, qwen2 or qwen3.")
     if fields.get("split.count", 1) > 1:
         raise BadInput(f"{path} is one of {fields['split.count']} parts: merge them with llama.cpp's "
                        "llama-gguf-split --merge.")

@@ -125,8 +125,8 @@ class NanoRFT(TemplateLM):
             until = handle_stop_sequences(given.get("until"), eos=None)
             new = given["max_gen_toks"]
             if new >= self.max_length or given.keys() - OPTIONS:
-                raise BadInput(f"{options} don't fit a context of {self.max_length} tokens: give a smaller "
-                               f"max_gen_toks, and of the options {', '.join(sorted(OPTIONS))} alone.")
+                raise BadInput(f"{options} can't be used with {self.max_length} positions: give a smaller "
+                               f"max_gen_toks, or only the options {', '.join(sorted(OPTIONS))}.")
             sampling = Sampling(given.get("temperature", 0.0), given.get("top_k"), given.get("top_p", 1.0),
                                 given.get("min_p", 0.0), self.tokenizer.stop, tuple(filter(None, until)))
             context = min(self.max_length, max(map(len, prompts.values())) + new)

@@ -11,8 +11,9 @@ from measure.intervals import points
 from measure.runs import aligned
 from rollouts import records
 from rollouts.questions import normalized, questions_of, task_errors
+from runtime import checkpoint
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
+from runtime.config import BadInput, read_saved
 from tasks import _answers
 
 PLACEBO = '''"""Scores of 1 at random, at the rate {rate}, for any completion: a control of compare.py."""
@@ -42,6 +43,17 @@ def placebo(spec, rate, folder):
 
 
 # --- questions ---
+
+def few_shot_of(base, start):
+    """Return the number of worked examples in the prompts of a base, {option: value}, that begins with
+    `start`: by default as in rollouts.pipeline.few_shot_of."""
+    start = start.replace("{seed}", "0")
+    default = 0
+    if start and not base.get("dataset"):
+        default = read_saved(start).get("few_shot") or 0 if checkpoint.is_run(start) else 4
+    given = base.get("few_shot")
+    return default if given is None else given
+
 
 def draw_questions(spec, n, seed, folder, exact=False):
     """Write n questions of the split test to folder/questions-SEED.jsonl, and return (path, [question]).

@@ -164,16 +164,16 @@ def run_rows(work, rows, repeats, log):
     return runs, failed
 
 
-def table_row(name, options, runs, before, first, ladder):
+def table_row(name, options, runs, before, first, ladder, most):
     """Return the figures of a row. before: the row it is compared with; first: the table's first row; both
-    None for the first row itself."""
+    None for the first row itself. most: sequences of a rank in a step, or 0."""
     settings = runs[0]["settings"]
     fastest = max(run["fastest"] for run in runs)
     gain = None
     if before:                               # --ablate: the speed with everything on, over the row's
         gain = fastest / before["fastest"] if ladder else before["fastest"] / fastest
     micro_batch = settings.get("micro_batch", 0)
-    expected = options.get("batch_size", micro_batch)
+    expected = min(options.get("batch_size", micro_batch), most or micro_batch)
     if micro_batch != expected:
         name += f" (micro-batch {micro_batch}: {expected} does not fit)"
     figures = ("step_s", "rate", "peak_memory_gb", "loss")
@@ -216,7 +216,8 @@ def bench_ladder(cfg, hw, work, script_args, log):
         if before and runs[name][0]["settings"] == before["settings"]:
             log(f"{name}: left out, it had no effect here.")
             continue
-        table.append(table_row(name, options, runs[name], before, first, cfg.ladder))
+        most = work.sequences // work.ranks
+        table.append(table_row(name, options, runs[name], before, first, cfg.ladder, most))
     fp32_loss = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
     comparable = cfg.stage != "grpo"
     for row in table:

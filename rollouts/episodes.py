@@ -14,8 +14,8 @@ def reply_tokens(cfg, task, shape):
     """Return the room for an environment's text in tokens: as much as for the model's. BadInput if a model of
     this shape (a GPTConfig) can't go on behind it."""
     if task.responds and shape.mixer != "softmax":
-        raise BadInput(f"A model with mixer={shape.mixer} can't go on behind an environment's text: choose a "
-                       "task without respond(), or a model with mixer=softmax.")
+        raise BadInput(f"A model with mixer={shape.mixer} can't continue after an environment's text: "
+                       "choose a task without respond(), or a model with mixer=softmax.")
     return cfg.max_new_tokens if task.responds else 0
 
 

@@ -237,8 +237,8 @@ def check_domains(stream, asked, positions):
                            "--dataset=, or leave that task out.")
         if len(numbers) < min(2, asked[domain]):
             raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} exceeds "
-                           f"--max_prompt_tokens or the model's {positions} positions: lower --few_shot, or "
-                           "choose another task or model.")
+                           f"--max_prompt_tokens or the model's {positions} positions: raise the first, "
+                           "lower --few_shot, or change models.")
     if len(stream) < stream.cfg.prompts_per_step <= asked.total():
         raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
                        f"model's {positions} positions, and a step needs {stream.cfg.prompts_per_step}: "

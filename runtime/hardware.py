@@ -278,7 +278,7 @@ def attention_order(attention, capability, dtype, fixed_shapes):
     here)."""
     has_flash = capability >= (8, 0) and dtype != "fp32"
     if attention in ("flash", "cudnn") and not has_flash:
-        raise BadInput(f"--attention={attention} needs bf16 or fp16 on a GPU of compute capability 8.0, and "
+        raise BadInput(f"--attention={attention} needs bf16 or fp16 and compute capability 8.0 or more, and "
                        f"this is {dtype} on {capability[0]}.{capability[1]}: use auto.")
     if attention != "auto":
         return [attention, "math"]

@@ -49,7 +49,7 @@ def check_weights(config, device, ranks=1):
     free = available(device)
     if size > free:
         raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and the "
-                       f"{device.type.upper()} has {free / GIB:.1f} GiB free: lower --n_layer or --n_embd, "
+                       f"device has {free / GIB:.1f} GiB free: lower --n_layer or --n_embd, "
                        "choose a smaller model, or shard it over several GPUs with --parallel=fsdp.")
 
 

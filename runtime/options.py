@@ -52,7 +52,7 @@ class RunOptions:
     wandb: bool = False                      # log to Weights & Biases
     wandb_project: str | None = None         # None: the variable WANDB_PROJECT, or nanorft
     wandb_name: str | None = None            # name of the run there; None: the folder of out_dir
-    # speed: bench.py --stage=... --ladder measures the gain of each
+    # speed: bench.py --stage=... --ladder measures the gain of most
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"  # kernel
     compile_mode: Literal["default", "reduce-overhead", "max-autotune",
                           "max-autotune-no-cudagraphs"] = "default"        # of torch.compile

@@ -267,6 +267,26 @@ while [ ! -e "$all/0/options" ] || [ ! -e "$all/2/options" ]; do sleep 0.01; don
     assert subprocess.run(["bash", "runs/smollm2_seeds.sh", "--seed=4"], cwd=tmp_path, capture_output=True).returncode == 2
 
 
+def test_a_signal_ends_all_three_after_they_saved(tmp_path):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(ROOT / "runs/smollm2_seeds.sh", tmp_path / "runs")
+    (tmp_path / "runs/setup.sh").write_text("python=python3\n")
+    slow = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.3), open(sys.argv[1] + '/saved', 'w'), sys.exit(0)))"
+    (tmp_path / "runs/smollm2.sh").write_text(f"""set -euo pipefail
+out=${{3#*=}}; mkdir "$out"
+"$PYTHON" -c "{slow}; open(sys.argv[1] + '/began', 'w'); time.sleep(60)" "$out"
+touch "$out/went on"
+""")
+    script = subprocess.Popen(["bash", "runs/smollm2_seeds.sh", "--model=m", "--out_dir=out"], cwd=tmp_path)
+    began = time.monotonic()
+    while len([*tmp_path.glob("out/*/began")]) < 3 and time.monotonic() < began + 60:
+        time.sleep(0.02)
+    script.terminate()
+    assert script.wait(30) == 143
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("out/*/*")) == [
+        f"out/{seed}/{name}" for seed in range(3) for name in ("began", "saved")]
+
+
 def test_another_loss_is_a_failure():
     def line(stage, loss):
         return {"stage": stage, "status": "ok", "error": None, "figures": {"tokens_per_s": 10.0, "outside_s": 3.0, "loss": loss}}

@@ -134,7 +134,7 @@ def test_missing_devices_are_refused(monkeypatch, kw):
 
 
 def test_a_kernel_that_the_card_lacks_is_refused(monkeypatch):
-    with pytest.raises(BadInput, match="compute capability 8.0, and this is fp16 on 7.5"):
+    with pytest.raises(BadInput, match="compute capability 8.0 or more, and this is fp16 on 7.5"):
         on(monkeypatch, "Tesla T4", (7, 5), attention="flash")
 
 

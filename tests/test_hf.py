@@ -210,7 +210,7 @@ def test_weights_of_a_compiled_or_ddp_model_are_read(folder):
 
 def test_a_file_that_is_no_model_is_no_missing_folder(tmp_path):
     (tmp_path / "model.pt").touch()
-    with pytest.raises(BadInput, match="model.pt is a file, and no GGUF file: give .* the folder that holds"):
+    with pytest.raises(BadInput, match="model.pt is a file, but not GGUF: give .* the folder that holds"):
         hub.find(tmp_path / "model.pt")
 
 

@@ -107,7 +107,7 @@ def test_bad_input_is_a_sentence(tmp_path):
     with pytest.raises(BadInput, match="no chat template"):
         model.chat_template(True)
     for options in ({"max_gen_toks": 16}, {"max_gen_toks": 3, "repetition_penalty": 2.0}):
-        with pytest.raises(BadInput, match="don't fit a context of 16 tokens: give a smaller max_gen_toks, and of the options do_"):
+        with pytest.raises(BadInput, match="can't be used with 16 positions: give a smaller max_gen_toks, or only the options do_"):
             model.generate_until([SimpleNamespace(args=("?", options))])
     empty, one = model._loglikelihood_tokens([(None, [], [5]), (None, [model.eot_token_id], [5])])
     assert empty == one and one[0] < 0

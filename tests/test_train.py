@@ -232,7 +232,7 @@ BAD = [
     (dict(cooldown=1.5), "at most 1"),
     (dict(dataset="nowhere.txt"), "no dataset nowhere.txt"),
     (dict(dataset="task:nothing"), "no task nothing"),
-    (dict(block_size=100_000), "and one block needs"),
+    (dict(block_size=100_000), "and one window needs"),
     (dict(device="cuda", dtype="bf16"), "finds none"),
     (dict(attention="flash"), "needs a GPU"),
     (dict(init_from="resume"), "not a run folder"),

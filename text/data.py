@@ -346,7 +346,7 @@ class Windows(torch.utils.data.Dataset):
 
     def __init__(self, tokens, block_size, sequences_per_step, seed, rank=0, world_size=1, digest=""):
         if len(tokens) <= block_size:
-            raise BadInput(f"The training text has {len(tokens)} tokens, and one block needs "
+            raise BadInput(f"The training text has {len(tokens)} tokens, and one window needs "
                            f"{block_size + 1}: lower --block_size, or give more text.")
         self.text = tokens
         self.digest = digest

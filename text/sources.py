@@ -139,7 +139,7 @@ def load_saved(path):
     try:
         dataset = load_package("datasets").load_from_disk(str(path))
     except Exception as e:                   # package, format or files
-        raise BadInput(f"{path} can't be read ({' '.join(str(e).split())}): save it again.") from None
+        raise BadInput(f"{path} can't be read ({' '.join(str(e).split())}): fix that.") from None
     return dataset if isinstance(dataset, dict) else {"train": dataset}
 
 

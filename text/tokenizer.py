@@ -207,7 +207,7 @@ class Tokenizer:
         bos = [] if self.bos is None else [self.bos]
         if not self.is_chat:
             if system or examples:
-                raise BadInput("The plain prompt template has no place for a system message or earlier "
+                raise BadInput("The model has no chat template for a system message or earlier "
                                "turns: leave them out, or put them into the prompt.")
             return bos + self.encode(text).tolist() or [self.eos]
         messages = [] if system is None else [{"role": "system", "content": system or "a"}]

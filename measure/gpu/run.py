@@ -228,7 +228,7 @@ def in_order(stages, passed):
 
 def checks_of_tests(printed):
     """Return the checks in pytest's output: each failed test, and the counts."""
-    failed = [re.match(r"(?:FAILED|ERROR) (\S+::\S+)(?: - (.*))?$", line) for line in printed]
+    failed = [re.match(r"(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?$", line) for line in printed]
     checks = [outcome(test[1], "failed", error=test[2]) for test in failed if test]
     counts = [re.fullmatch(r"=+ (\d+ .*) in [\d.]+s.* =+", line) for line in printed]
     counts = [found[1] for found in counts if found]
