@@ -21,6 +21,19 @@ LOOKS = np.arange(intervals.FEWEST, intervals.MOST + 1)
 STUDENT = np.array([4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262])     # 97.5% at 3, 4, ..., 10 values
 
 
+# --- the evaluation ---
+
+@pytest.mark.parametrize("command, few_shot, tokens", [
+    ("grpo.py --task=arithmetic", 4, 128), ("grpo.py --task=arithmetic --few_shot=2 --max_new_tokens=60", 2, 60),
+    ("datagen.py --task=arithmetic --max_new_tokens=144 --few_shot=1 && train.py config/rft.py", 1, 144),
+    ("train.py config/rft.py --dataset=task:arithmetic", 0, 128)])
+def test_questions_are_asked_as_the_base_asks(command, few_shot, tokens):
+    """Of a model that is no run: with four worked examples by default, as grpo.py trains it."""
+    cfg = config.load(compare.Config, [f"--command={command}", "--start=org/model"])
+    assert compare.check(cfg, {"base": command}) == cfg.task == "arithmetic"
+    assert (cfg.few_shot, cfg.max_new_tokens) == (few_shot, tokens)
+
+
 # --- statistics ---
 
 def crossed(experiments, seed, question, residual, questions, rng):
@@ -211,8 +224,8 @@ def test_controls_train_on_the_task_of_the_base(tmp_path):
 
 
 @pytest.mark.parametrize("flag, complaint", [
-    ("--arm=x: --los_type=grpo", "did you mean loss_type"), ("--arm=again: --beta=1", "without a control's name"),
-    ("--controls=start,gain", "should name some of"), ("--controls=placebo", "compared with the start"), ("--arm=a[b]: --beta=1", "and /"),
+    ("--arm=x: --los_type=grpo", "did you mean loss_type"), ("--arm=again: --beta=1", "with a new NAME"),
+    ("--controls=start,gain", "should name some of"), ("--controls=placebo", "compared with the start"), ("--arm=a[b]: --beta=1", "NAME without /"),
     ("--arm=x: datagen.py", "ends without a model"), ("--seeds=2", "at least 3"), ("--start=", "Give either"),
     ("--command=none.py", "does not begin with a script")])
 def test_mistakes_are_named_before_anything_runs(flag, complaint):

@@ -132,7 +132,7 @@ def test_an_empty_name_is_one_sentence(script, argv):
     ("grpo", ["--init_from=resume", "--overwrite"], "would replace"),
     ("eval", ["out/a", "--task=countdown", "--stride=8"], "^--stride is for a text, not for --task"),
     ("sample", ["out/a", "--chat", "--prompt=x"], "read prompts from standard input"),
-    ("compare", ["--start=a", "--arm=a/b: --beta=1"], "a control's name and /"),
+    ("compare", ["--start=a", "--arm=a/b: --beta=1"], "with a new NAME without /"),
     ("compare", ["--start=a", "--arm=a: --task='x"], "can't be read .No closing quotation"),
     ("compare", ["--start=a", "--command="], "does not begin with a script"),
     ("compare", ["--start=a", "--command=grpo.py", "--task=arithmetic", f"--out_dir={__file__}"], "can't be made .*another --out_dir"),
