@@ -2,7 +2,7 @@
 
     python grpo.py config/gsm8k_qwen05b_grpo.py
     python eval.py --compare Qwen/Qwen2.5-0.5B-Instruct out/gsm8k_qwen05b --task=gsm8k_hashes \\
-        --num_questions=1319 --max_new_tokens=512
+        --num_questions=1319 --max_new_tokens=512 --few_shot=0
 
 494,032,768 parameters, 3,228.0 MFLOP a token at 1,024 positions.
 Memory, computed: 17.8 GiB a card with micro-batches of 16,384 tokens and 256 slots, without CUDA's own:
@@ -17,6 +17,7 @@ this model. Its public log of PPO on one GPU has 1.3% before, 45.8% after 29 of 
 init_from = "Qwen/Qwen2.5-0.5B-Instruct"
 out_dir = "out/gsm8k_qwen05b"
 task = "gsm8k_hashes"
+few_shot = 0                             # as verl; a model from the hub gets four worked examples otherwise
 
 prompts_per_step = 64
 k_samples = 8

@@ -142,6 +142,7 @@ def test_qwen_of_half_a_billion_on_one_card():
     assert f"{cfg.slots} slots" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
     assert cfg.max_steps == -(-2 * 6700 // cfg.prompts_per_step) and "Not run here" in header
     assert f"{cfg.max_steps * cfg.mini_batches} updates" in header
+    assert cfg.few_shot == 0 and "--few_shot=0" in header                # as the log that it is compared with
 
 
 @pytest.mark.parametrize("name", ["grpo_4090x2", "grpo_a100x8", "six_domains_mixed", "gsm8k_qwen05b_grpo"])
