@@ -443,7 +443,7 @@ def lengths_run_away(run):
         remedies = [text for name, value, text in (
             ("overlong", "penalty", "penalise truncated ones with --overlong=penalty"),
             ("loss_type", "dr_grpo", "use a constant loss denominator with --loss_type=dr_grpo"))
-            if run.config.get(name) != value] or ["subtract a price of length in reward()"]
+            if run.config.get(name) != value] or ["let reward() charge for length"]
         return (f"Completions grow from {first:.0f} to {now:.0f} tokens, and the reward does not penalise "
                 f"length: {', and '.join(remedies)}.")
     rewards = run.values("reward", run.steps)

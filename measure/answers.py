@@ -10,10 +10,10 @@ from doctor import plot
 from measure.intervals import points
 from measure.runs import aligned
 from rollouts import records
-from rollouts.questions import normalized, questions_of, task_errors
+from rollouts.questions import default_few_shot, normalized, questions_of, task_errors
 from runtime import checkpoint
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput, read_saved
+from runtime.config import BadInput
 from tasks import _answers
 
 PLACEBO = '''"""Scores of 1 at random, at the rate {rate}, for any completion: a control of compare.py."""
@@ -47,12 +47,11 @@ def placebo(spec, rate, folder):
 def few_shot_of(base, start):
     """Return the number of worked examples in the prompts of a base, {option: value}, that begins with
     `start`: by default as in rollouts.pipeline.few_shot_of."""
-    start = start.replace("{seed}", "0")
-    default = 0
-    if start and not base.get("dataset"):
-        default = read_saved(start).get("few_shot") or 0 if checkpoint.is_run(start) else 4
     given = base.get("few_shot")
-    return default if given is None else given
+    if given is not None or base.get("dataset") or not start:
+        return given or 0
+    start = start.replace("{seed}", "0")
+    return default_few_shot(start if checkpoint.is_run(start) else None)
 
 
 def draw_questions(spec, n, seed, folder, exact=False):

@@ -32,7 +32,7 @@ class Batch:
                                              # the positions to compute (None: all)
 
     def to(self, device):
-        ahead = torch.device(device).type == "cuda"          # mps may read memory that was freed since
+        ahead = torch.device(device).type == "cuda"          # on mps such a copy may read freed memory
         prefixes = Prompts(*(tensor if tensor is None else tensor.to(device, non_blocking=ahead)
                              for tensor in self.prefixes))
         moved = {name: tensor.to(device, non_blocking=ahead) for name, tensor in vars(self).items()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from engine import Request
 from engine.scheduler import forced_tokens
 from rollouts.episodes import Environment, reply_tokens
+from rollouts.questions import default_few_shot
 from runtime import config, distributed
 from runtime.progress import ProgressLine
 from tasks._pool import Grade
@@ -29,14 +30,9 @@ UNFINISHED = Grade(0.0, {}, "", None)
 def few_shot_of(cfg, source):
     """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and with a
     dataset, whose task may have no examples, 4 for a Hugging Face model. source: hub.ModelSource."""
-    if cfg.few_shot is not None:
-        return cfg.few_shot
-    if getattr(cfg, "dataset", None):
-        return 0
-    if source.step is None:
-        return 4
-    saved = config.read_saved(source.folder).get("few_shot")
-    return config.check_type(saved, int | None, f"{source.folder}/config.json: few_shot") or 0
+    if cfg.few_shot is not None or getattr(cfg, "dataset", None):
+        return cfg.few_shot or 0
+    return default_few_shot(None if source.step is None else source.folder)
 
 
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):

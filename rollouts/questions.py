@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 import tasks
-from runtime import distributed
+from runtime import config, distributed
 from runtime.config import BadInput
 from text import rows
 
@@ -39,6 +39,12 @@ def questions_of(task, split, n, seed=0, most=1000, option="--num_questions"):
     if not questions:
         raise ValueError(f"The task {task.name} has no {split} questions: choose another split or task.")
     return questions
+
+
+def default_few_shot(run):
+    """Return the worked examples in a prompt: as a grpo.py run saved, 0 for others, 4 for no run's model."""
+    saved = {"few_shot": 4} if run is None else config.read_saved(run)
+    return config.check_type(saved.get("few_shot"), int | None, f"{run}/config.json: few_shot") or 0
 
 
 def normalized(text):

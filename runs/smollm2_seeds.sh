@@ -13,13 +13,11 @@ for argument in "$@"; do
     esac
 done
 also="matplotlib transformers gguf"; source runs/setup.sh
-# a resume takes the model that the runs began with
-[ -n "$model" ] || [ ! -f "$out/0/flags" ] ||
-    model=$(sed -n 's/.* --model=\(.*\) --task=.*/\1/p' "$out/0/flags")
-[ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
+# downloads the model once; if it can't, the runs say so
+[ -n "$model" ] || "$python" -m runs.smollm2 model > /dev/null 2>&1 || true
 mkdir -p "$out"
 processes=()
-end() {                                      # end CODE: as a script's background processes ignore Ctrl-C
+end() {                                      # end CODE: a script's background processes ignore Ctrl-C
     trap "" INT TERM
     for process in "${processes[@]}"; do
         pkill -P "$process" || true
@@ -33,7 +31,7 @@ trap "end 143" TERM
 for seed in 0 1 2; do
     # a trapped signal waits for the stage, which saves its step
     PYTHON=$python bash -c 'trap "exit 143" TERM; source runs/smollm2.sh' runs/smollm2.sh --seed=$seed \
-        --model="$model" --out_dir="$out/$seed" ${options[@]+"${options[@]}"} > "$out/$seed.log" 2>&1 &
+        ${model:+--model="$model"} --out_dir="$out/$seed" ${options[@]+"${options[@]}"} > "$out/$seed.log" 2>&1 &
     processes+=($!)
 done
 echo "Seeds 0 to 2 run; what they print is in $out/0.log to 2.log."

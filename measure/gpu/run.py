@@ -272,12 +272,13 @@ def checks_of_folder(folder):
     """Return the check of a run folder of train.py, or the checks of pipelines' summary.json; of pipelines
     that were stopped, those of their run folders."""
     checks = []
-    summaries = sorted(folder.rglob("summary.json"))
-    for path in summaries:
+    for path in sorted(folder.rglob("summary.json")):
         seed = "" if path.parent == folder else f"{path.parent.name}/"
         stages = json.loads(path.read_text())["stages"]
         checks += [outcome(seed + stage["name"], figures=stage) for stage in stages]
-    for path in [] if summaries else sorted(folder.rglob("metrics.jsonl")):
+    if checks:
+        return checks
+    for path in sorted(folder.rglob("metrics.jsonl")):
         figures = {}
         settings = {}
         for line in read_lines(path.parent):
