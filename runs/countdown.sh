@@ -3,19 +3,25 @@
 # on its own verified searches, train it with GRPO, evaluate it on problems that no teacher solves
 # (docs/countdown.md). Finished stages are not repeated; a folder is resumed with the options that it was
 # started with. Takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked= (questions of
-# rejection sampling), --num_questions= (of split test; default 500 or all) and --task= (countdown_search:3 is
-# easier).
+# rejection sampling), --num_questions= (of split test; default 500 or all), --task= (countdown_search:3 is
+# easier) and --size=large: a larger model and four numbers up to 99, for a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/countdown data=data seed=0 base= grpo= asked=3600 questions= task=countdown_search
+files=config/countdown size= prompts=32 rate=
+case " $* " in *" --size=large "*)
+    out=out/countdown_large asked=10000 task=countdown_search:4,99,1024,200000
+    files=config/countdown_large size=--size=large prompts=64 rate=--learning_rate=3e-4 ;;
+esac
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;;
         --task=*) task=${argument#*=} ;; --seed=*) seed=${argument#*=} ;;
         --base_steps=*) base=${argument#*=} ;; --grpo_steps=*) grpo=${argument#*=} ;;
         --asked=*) asked=${argument#*=} ;; --num_questions=*) questions=${argument#*=} ;;
+        --size=large) ;;
         *)  echo "error: countdown.sh takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=," \
-                "--asked=, --num_questions= and --task=, not $argument." >&2
+                "--asked=, --num_questions=, --task= and --size=large, not $argument." >&2
             exit 2 ;;
     esac
 done
@@ -26,7 +32,7 @@ for number in "$base" "$grpo" "$asked" "$questions" "1$seed"; do
         refuse "Seed, steps and questions should be whole numbers, all but the seed at least 1: correct them."
 done
 flags="--task=$task --seed=$seed --base_steps=$base --grpo_steps=$grpo --asked=$asked"
-flags="$flags --num_questions=$questions"
+flags="$flags --num_questions=$questions${size:+ $size}"
 refuse_foreign_files "this pipeline's" flags greedy.txt sampled.txt again.txt greedy.jsonl sampled.jsonl \
     again.jsonl teachers.json traces.txt summary.json summary.png
 refuse_other_options "$flags"
@@ -51,17 +57,17 @@ evaluate() {                             # evaluate NAME MODELS AND FLAGS...: wr
     grep -v '^{' "$file.txt"
 }
 models=("$out/base" "$out/rft" "$out/grpo")
-stage base $per_core train.py config/countdown.py --dataset="task:$task" --block_size="$context" \
+stage base $per_core train.py "$files.py" --dataset="task:$task" --block_size="$context" \
     --out_dir="$out/base" --data_dir="$data" --seed="$seed" $device --resume=auto ${base:+--max_steps="$base"}
 # another seed than GRPO's, which shares one question in six
 stage datagen $per_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" \
     --seed=$((1000 + 10#$seed)) --num_questions="$asked" --oversample=4 --keep_per_question=1 --stop_early \
     --temperature=1
 stage rft "$python" train.py config/countdown_rft.py --init_from="$out/base" --dataset="$out/rft.json" \
-    --out_dir="$out/rft" --seed="$seed" $device --resume=auto
-stage grpo $per_core grpo.py config/countdown_grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" \
+    --out_dir="$out/rft" --seed="$seed" $device --resume=auto $rate
+stage grpo $per_core grpo.py "${files}_grpo.py" $ask --init_from="$out/rft" --out_dir="$out/grpo" \
     --seed="$seed" --resume=auto \
-    ${grpo:+--max_steps="$grpo" --num_questions=$((32 * grpo)) --eval_interval="$grpo"}            # 32 a step
+    ${grpo:+--max_steps="$grpo" --num_questions=$((prompts * grpo)) --eval_interval="$grpo"}
 stage greedy evaluate greedy "${models[@]}"
 stage sampled evaluate sampled "${models[@]}" --num_samples=8 --temperature=1
 # these answers select the problems that the base fails; the sampled ones then compare the models on them

@@ -72,7 +72,7 @@ def test_the_header_states_what_the_file_makes(path):
 
 def test_the_page_repeats_the_headers():
     rows = {m[1]: m[0] for m in re.finditer(r"\| `(\w+\.py)` \|.*", (ROOT / "docs/recipes.md").read_text())}
-    assert len(rows) == 9
+    assert len(rows) == 10
     for name, row in rows.items():
         header = (ROOT / "config" / name).read_text()
         for number in (re.search(r"[\d,]+(?= parameters)", header)[0], re.search(r"[\d.]+ GiB", header)[0]):
@@ -162,9 +162,10 @@ def test_the_memory_of_a_card_is_that_of_the_header_s_command(name, capsys, monk
     assert stated.split()[0] in re.search(rf"`{name}.py` [(|](.*)", (ROOT / "docs/recipes.md").read_text())[1]
 
 
-def test_countdown_s_files_belong_together():
-    text = loaded(ROOT / "config/countdown.py")
-    asked = config.load(grpo.Config, [str(ROOT / "config/countdown_grpo.py")])
+@pytest.mark.parametrize("name", ["countdown", "countdown_large"])
+def test_countdown_s_files_belong_together(name):
+    text = loaded(ROOT / f"config/{name}.py")
+    asked = config.load(grpo.Config, [str(ROOT / f"config/{name}_grpo.py")])
     task, _, argument = asked.task.partition(":")
     assert text.dataset.startswith(f"task:{asked.task}") and task == "countdown_search"
     room = 2 * countdown_search.sizes(argument or None)[2]        # twice that of the teachers, as runs/countdown.py counts

@@ -382,6 +382,15 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     assert shlex.split(said)[-2:] == ["a", "trace"]
 
 
+def test_the_large_size_takes_its_own_files(climbed, tmp_path):
+    _, base, drawn, tuned, learnt, greedy, *_ = (cfg for _, cfg in climbed("--size=large")[0])
+    assert (base.n_embd, base.block_size, base.dataset) == (384, 2048, "task:countdown_search:4,99,1024,200000")
+    assert (drawn.num_questions, drawn.max_new_tokens, tuned.learning_rate) == (10_000, 2021, 3e-4)
+    assert (learnt.prompts_per_step, learnt.num_questions, learnt.max_steps, learnt.init_from) == (64, 3840, 60, f"{tmp_path}/out/rft")
+    assert learnt.task == greedy.task == "countdown_search:4,99,1024,200000"
+    assert climbed(code=2)[0] == []                      # the folder is the large one's
+
+
 def test_what_is_done_is_not_done_again(climbed, tmp_path):
     """And the seconds of a stage that failed count, too."""
     stages, _ = climbed(code=1, FAILS="1")

@@ -123,6 +123,7 @@ STAGES = (
     Stage("smollm2", "runs/smollm2_seeds.sh", 420, 600,
           package="gguf transformers matplotlib datasets tiktoken",
           download="data/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    Stage("countdown", "runs/countdown.sh --size=large", 420, 600, package="matplotlib datasets tiktoken"),
     Stage("sft-eager", f"{SFT} --compile=false", 20, 90),
     Stage("sft", f"{SFT} --compile=true", 35, 120, "sft-eager"),
     Stage("train-parts", f"{GPT2.replace(' --repeats=1', '')} --profile", 30, 120, package="tokenizers"),
