@@ -20,12 +20,15 @@ class History:
     facts: dict = field(default_factory=dict)
     steps: list = field(default_factory=list)               # lines of metrics.jsonl, {metric: value}
     evaluations: list = field(default_factory=list)
+    moved_at: int = 0                                       # step of a resume with other settings
 
     def add(self, line):
         """Add a line. It replaces those of steps that were repeated after a crash."""
         if "config" in line:
             first = self.config.get("init_from", line["config"].get("init_from"))    # later it is "resume"
             self.config = line["config"] | ({"init_from": first} if first else {})
+            if self.settings not in ({}, line.get("settings")):
+                self.moved_at = line.get("step", 0)
             self.settings = line.get("settings", {})
             self.facts = line.get("facts", {}) | self.facts      # keep the first ones when a run is resumed
         elif kind_of(line):
@@ -140,11 +143,25 @@ def unsolved(run):
 
 def never_right(run):
     """No sample is ever correct, and nothing else is rewarded."""
-    if run.mean("pass_at_1") != 0 or (run.mean("reward") or 0) > 0.05 or run.samples() < MIN_SAMPLES:
+    unsure = run.samples() < MIN_SAMPLES or run.config.get("reward_weight") == 0
+    if run.mean("pass_at_1") != 0 or (run.mean("reward") or 0) > 0.05 or unsure:
         return None
     sample = run.last("sample")
     shown = f" One sample: {excerpt(sample)}." if sample else ""
     return f"None of the last {run.samples():,} samples is correct{unsolved(run)}.{shown}"
+
+
+def task_never_right(run):
+    """No sample of a mixture's task is ever correct, and nothing else of it is rewarded."""
+    keys = {key for line in run.recent for key in line if key.endswith("/pass_at_1")}
+    for name in sorted(key.removesuffix("/pass_at_1") for key in keys):
+        groups, right, paid = ([number(line.get(f"{name}/{key}")) or 0 for line in run.recent]
+                               for key in ("groups", "pass_at_1", "reward"))
+        n = int(sum(groups) * run.config["k_samples"])
+        if n >= MIN_SAMPLES and max(right) == 0 and max(paid) <= 0.05:
+            return (f"None of the last {n:,} samples of {name} is correct: ask easier questions of this task, "
+                    "give it a smaller weight, or fine-tune on verified answers to it first (datagen.py).")
+    return None
 
 
 def right_unpaid(run):
@@ -247,7 +264,7 @@ def groups_alike(run):
     """Nearly all groups have zero variance."""
     share = run.mean("zero_variance")
     right = run.mean("pass_at_1")
-    if share is None or right is None or share < 0.9:
+    if share is None or right is None or share < 0.9 or run.config.get("reward_weight") == 0:
         return None
     why = f"no sample is correct{unsolved(run)}"
     if right > 0.5:
@@ -320,7 +337,7 @@ def rate_too_small(run):
     peak = run.config.get("learning_rate") or 0
     # neither in warm-up nor at the end of the schedule
     at_full_rate = [line for line in run.recent
-                    if (number(line.get("lr")) or 0) >= peak / 2 and line.get("grad_norm")]
+                    if (number(line.get("lr")) or 0) >= peak / 2 and number(line.get("grad_norm"))]
     moved = run.values("moved", at_full_rate)
     if len(moved) < MIN_LINES or fmean(moved) > 1e-6:
         return None
@@ -439,16 +456,17 @@ def lengths_run_away(run):
         return None
     first = fmean(lengths[:MIN_LINES])
     now = fmean(lengths[-MIN_LINES:])
+    rewards = run.values("reward", run.steps)
+    if len(rewards) > MIN_LINES and fmean(rewards[-MIN_LINES:]) > fmean(rewards[:MIN_LINES]) + 0.05:
+        return None
     if now > 2 * first and now > 0.5 * run.config.get("max_new_tokens", math.inf):
         remedies = [text for name, value, text in (
             ("overlong", "penalty", "penalise truncated ones with --overlong=penalty"),
             ("loss_type", "dr_grpo", "use a constant loss denominator with --loss_type=dr_grpo"))
             if run.config.get(name) != value] or ["let reward() charge for length"]
-        return (f"Completions grow from {first:.0f} to {now:.0f} tokens, and the reward does not penalise "
-                f"length: {', and '.join(remedies)}.")
-    rewards = run.values("reward", run.steps)
-    better = len(rewards) > MIN_LINES and fmean(rewards[-MIN_LINES:]) > fmean(rewards[:MIN_LINES]) + 0.05
-    if now < first / 3 and not better:
+        return (f"Completions grow from {first:.0f} to {now:.0f} tokens, although the reward does not rise: "
+                f"{', and '.join(remedies)}.")
+    if now < first / 3:
         return (f"Completions shrink from {first:.0f} to {now:.0f} tokens, so giving up early earns as much "
                 "as reasoning: see which completions are rewarded (python -m doctor.page).")
     return None
@@ -601,11 +619,12 @@ def loss_spikes(run):
 def steps_skipped(run):
     """Many steps have gradients that are not finite."""
     skipped = run.last("skipped_steps") or 0
-    steps = run.last("step") or 0
+    updates = run.config.get("inner_epochs", 1) * run.config.get("mini_batches", 1)
+    steps = (run.last("step") or 0) * updates
     if skipped < 20 or skipped < 0.05 * steps:
         return None
-    return (f"{skipped:.0f} of {steps:.0f} steps were skipped, since their gradients were not finite: lower "
-            f"--learning_rate={run.config.get('learning_rate')}, or train with --dtype=bf16 or fp32.")
+    return (f"{skipped:.0f} of {steps:.0f} updates were skipped, since their gradients were not finite: "
+            f"lower --learning_rate={run.config.get('learning_rate')}, or train with --dtype=bf16 or fp32.")
 
 
 def loss_rises(run):
@@ -622,14 +641,17 @@ def loss_rises(run):
 def not_learning(run):
     """The loss does not fall."""
     losses = run.values("loss", run.steps)
-    if len(losses) < MIN_LINES or run.steps[-1]["step"] < 15 or run.config.get("init_from") != "scratch":
+    if len(losses) <= MIN_LINES or run.steps[-1]["step"] < 15 or run.config.get("init_from") != "scratch":
+        return None
+    peak = run.config.get("learning_rate") or 0
+    if max(run.values("lr", run.steps), default=peak) < peak / 2:            # in warm-up
         return None
     first = losses[0]
     now = fmean(losses[-MIN_LINES:])
     if now < 0.98 * first:
         return None
     large = "too large" if now > 1.02 * first else "too small or too large"
-    norm = run.last("grad_norm") or 0
+    norm = number(run.last("grad_norm")) or 0
     if norm > 20 * first_value(run, "grad_norm"):
         large += f", or gradients add up over the steps without zero_grad (their norm is {norm:.3g} now)"
     return (f"After {run.steps[-1]['step']} steps the loss is {now:.2f}, no better than at first "
@@ -692,14 +714,15 @@ def text_repeated(run):
 
 def slower_than_before(run):
     """The throughput has halved."""
-    speeds = run.values("tokens_per_s", run.steps[1:])       # the first step compiles
+    steps = [line for line in run.steps[1:] if line["step"] > run.moved_at]  # the first step compiles
+    speeds = run.values("tokens_per_s", steps)
     if len(speeds) < 2 * MIN_LINES:
         return None
     usual = median(speeds[:-MIN_LINES])
     now = max(speeds[-MIN_LINES:])
-    clock = run.values("seconds")
+    clock = run.values("seconds", run.steps)
     hiccup = len(clock) > MIN_LINES and clock[-1] - clock[-1 - MIN_LINES] < 2
-    done = run.values("completions_per_s", run.steps[1:])    # of grpo.py, where short answers take less
+    done = run.values("completions_per_s", steps)            # of grpo.py, where short answers take less
     as_many = done and max(done[-MIN_LINES:]) > median(done[:-MIN_LINES]) / 2
     if now > usual / 2 or hiccup or as_many:
         return None
@@ -817,11 +840,11 @@ def untrained_teacher(run):
 
 DATA = (repeated_rows, held_out_trained, prompts_with_answer, bad_targets, decay_too_strong,
         untrained_teacher)
-RL = (never_right, right_unpaid, never_ends, truncated_unpaid, replies_too_long, one_answer, other_prompts,
-      groups_alike, ignores_question, broken_verifier, paid_unlike, advantages_unlike_rewards, paid_by_length,
-      beta_too_large, one_prompt, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell,
-      same_samples, memorised, greedy_falls, lengths_run_away, part_never_paid, part_always_paid,
-      paid_for_replies, few_questions, steps_skipped, slower_than_before, *DATA)
+RL = (never_right, task_never_right, right_unpaid, never_ends, truncated_unpaid, replies_too_long, one_answer,
+      other_prompts, groups_alike, ignores_question, broken_verifier, paid_unlike, advantages_unlike_rewards,
+      paid_by_length, beta_too_large, one_prompt, stale_engine, engine_differs, rate_too_small,
+      rate_too_large, reward_fell, same_samples, memorised, greedy_falls, lengths_run_away, part_never_paid,
+      part_always_paid, paid_for_replies, few_questions, steps_skipped, slower_than_before, *DATA)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, rate_too_large,
             validation_rises, text_repeated, steps_skipped, slower_than_before, waits_for_data, low_mfu,
             *DATA)
@@ -835,7 +858,7 @@ EXPLAINS = {
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "replies_too_long": ("never_right", "groups_alike", "part_never_paid"),
     "one_answer": ("groups_alike", "same_samples", "lengths_run_away"),
-    "never_right": ("groups_alike", "part_never_paid"), "right_unpaid": UNLEARNT,
+    "never_right": ("task_never_right", "groups_alike", "part_never_paid"), "right_unpaid": UNLEARNT,
     "ignores_question": ("groups_alike", "never_ends"),
     "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away", "greedy_falls"),
     "bad_start": ("not_learning",),

@@ -71,12 +71,11 @@ class ModelRunner:
 
     def can_attend_by_length(self):
         """Return whether engine/triton_attention.py runs: not in fp32, whose products tensor cores round."""
-        if self.device_type != "cuda" or self.dtype == torch.float32 or self.config.mixer != "softmax":
-            return False
-        if self.deterministic or not find_spec("triton"):
+        if (self.device_type != "cuda" or self.dtype == torch.float32 or self.config.mixer != "softmax"
+                or self.deterministic or not find_spec("triton")):
             return False
         from engine.triton_attention import can_attend
-        return can_attend(self.device, self.config.head_dim)
+        return can_attend(self.device, self.dtype, self.config.head_dim)
 
     @property
     def format(self):

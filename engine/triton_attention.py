@@ -4,19 +4,34 @@ PyTorch's kernels are made for many queries. In place of its masked attention, t
 512 rows of GPT-2 1.28 times as fast on an H100, of 64 rows 1.42 times (docs/figures.json, G7 and G8). Shapes:
 B rows, K key heads of T positions in the cache, G queries a key head, D channels.
 """
+import functools
+import warnings
+
 import torch
 import triton
 import triton.language as tl
 
 MIN_ROWS = 16                                # of a product on tensor cores
-BLOCK = 64                                   # positions
+BLOCK = 64                                   # positions; half as many of 256 channels, for shared memory
 
 
-def can_attend(device, head_dim):
-    """Return whether the kernel runs on this device for this number of channels a head."""
+@functools.cache
+def can_attend(device, dtype, head_dim):
+    """Return whether the kernel runs on this device for this number of channels a head. Triton builds it with
+    a C compiler, which may be missing, so it is tried once."""
     if device.type != "cuda" or head_dim not in (16, 32, 64, 128, 256):
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    q = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
+    try:
+        decode_attention(q, q, q, q.new_zeros(2, 1, 1, 1, head_dim), torch.zeros(1, dtype=torch.long, device=device))
+        torch.cuda.synchronize(device)
+    except Exception as e:
+        reason = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0]
+        warnings.warn(f"Triton's attention failed ({reason}): sampling goes on without it, slower.")
+        return False
+    return True
 
 
 def decode_attention(q, k, v, cache, positions):
@@ -29,7 +44,7 @@ def decode_attention(q, k, v, cache, positions):
     rows = max(MIN_ROWS, triton.next_power_of_2(H // K))
     strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))]
     attend[(B, K)](q, k, v, keys, values, y, positions, *strides, keys.stride(0), keys.stride(1), D**-0.5,
-                   H // K, rows, D, BLOCK)
+                   H // K, rows, D, BLOCK if D <= 128 else BLOCK // 2)
     return y
 
 

@@ -1,5 +1,4 @@
-"""Statistics of grades: accuracy with a confidence interval, pass@k, and the difference between two
-models."""
+"""Statistics of grades: accuracy with an interval, pass@k, and the difference between two models."""
 import math
 from statistics import fmean
 

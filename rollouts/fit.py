@@ -3,7 +3,7 @@ from functools import partial
 
 import torch
 
-from engine import slots_that_fit
+from engine.kv_cache import cache_bytes, slots_that_fit
 from rollouts.batch import WorstCase, round_up
 from runtime import distributed, memory, optim
 from runtime.config import BadInput
@@ -24,8 +24,13 @@ def worst_case(cfg, hw, longest_prompt, replies, context):
 def fit_update(cfg, run, worst, context, other_bytes, reference):
     """Return the TrainedModel, with the micro-batch that fits in memory. other_bytes: of PCGrad. reference: a
     Reference, or None."""
+    hw = run.hardware
     bytes_to_come = optim.pending_bytes(run.optimizers) + other_bytes
-    advice = partial(memory.advice, run.model, run.hardware, context, bytes_to_come,
+    if hw.device.type == "cuda":             # and for the engine, with slots for a fair speed
+        slots = min(64, samples_per_rank(cfg))
+        bytes_to_come += hw.sampling_dtype.itemsize * run.model.n_params()
+        bytes_to_come += cache_bytes(run.model.config, slots, context, hw.sampling_dtype)
+    advice = partial(memory.advice, run.model, hw, context, bytes_to_come,
                      "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
     return memory.fit(run, worst.sizes(run.state.micro_batch),
                       partial(try_update, cfg, run, worst, context, bytes_to_come, reference), advice)
@@ -54,8 +59,7 @@ def slots_beside_update(cfg, run, worst, context, other_bytes, saved):
     needed = sum(memory.parts(run.model, hw, rows, context, bytes_to_come).values())
     needed += hw.sampling_dtype.itemsize * run.model.n_params()
     most = slots_that_fit(run.model.config, context, hw.sampling_dtype, hw.device, needed)
-    share = samples_per_rank(cfg)
-    slots = min(share, most, saved or share)
+    slots = min(most, saved or most, samples_per_rank(cfg))
     if slots < saved:
         sentence = (f"Memory suffices for {slots} of the {saved} samples that the run had in flight, on "
                     "which the last bits of log-probabilities depend")

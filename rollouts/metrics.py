@@ -144,9 +144,9 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     counts = sums_over(groups)
     counts["bytes"] = bytes_read
     for c in completions:
-        counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
-        for name, value in c.grade.figures.items():          # of a mixture not every task has it
-            counts.update({f"figures/{name}": value, f"with {name}": 1})
+        parts = {f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()}
+        for name, value in (parts | {f"figures/{name}": x for name, x in c.grade.figures.items()}).items():
+            counts.update({name: value, f"with {name}": 1})                  # some tasks may not have it
     for update in updates:
         counts.update({name: float(value) for name, value in update.sums.items()})
     largest_gap = 0.0
@@ -170,9 +170,8 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     return {
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
-        **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
-        **{name: total[name] / total[f"with {name.removeprefix('figures/')}"] for name in sorted(total)
-           if name.startswith("figures/")},
+        **{name: total[name] / total[f"with {name}"] for name in sorted(total)
+           if name.startswith(("parts/", "figures/"))},
         **{name: total[name] / n for name in ("replies", "reply_too_long") if total[name]},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
@@ -354,12 +353,12 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     grad_norm = updates[-1].grad_norm if updates else None
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
-    asked = sum(stream.state.turns.values())
     timings = {f"{name}_s": run.timings[name] for name in PHASES}
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
         seconds=state.seconds, utilization=run.hardware.busy(), joules=run.hardware.joules(), memory_gb=used,
-        peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked, epoch=asked / len(stream),
+        peak_memory_gb=peak, skipped_steps=state.skipped, questions=sum(stream.state.turns.values()),
+        epoch=max(n / len(stream.numbers[name]) for name, n in stream.state.turns.items()),
         epoch_s=seconds * len(stream) / cfg.prompts_per_step,
         **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "

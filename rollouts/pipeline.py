@@ -175,8 +175,7 @@ class Pipeline:
         return f"{self.engine.progress.tokens_per_s:,.0f} tokens/s"
 
     def graded(self, wait=False):
-        """Return the Completions graded since the last call, in sampling order. wait: until all are
-        graded."""
+        """Return the Completions graded since the last call, in order of sampling. wait: for all."""
         self.grades.extend(self.pool.collect(wait))
         done = []
         while self.waiting and (self.waiting[0].grade or self.grades):

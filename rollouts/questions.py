@@ -66,8 +66,7 @@ def unseen_questions(task, split, n, seed=0):
     try:
         test = {normalized(q["question"]) for q in task.questions("test")}
     except ValueError as e:
-        print(f"The task has no readable test split, so no question was compared with it ({e}).",
-              flush=True)
+        print(f"The task has no readable test split, so no question was compared with it ({e}).", flush=True)
         test = set()
     kept = [q for q in questions if normalized(q["question"]) not in test]
     if not kept:

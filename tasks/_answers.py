@@ -14,9 +14,15 @@ WORDS |= _numbers.SCALES | {"half": 2, "quarter": 4, "once": 1, "twice": 2, "dou
 WORDS |= {"triple": 3, "minute": 60, "hour": 60, "day": 24, "week": 7, "year": 12}
 
 
+def find(completion):
+    """Return the match of the first <answer>...</answer> or None. A long text is read at both ends."""
+    longest = _numbers.LONGEST_TEXT
+    return ANSWER.search(completion[:longest]) or ANSWER.search(completion[-longest:])
+
+
 def answer(completion, asked=None):
     """Return the number in the first <answer>...</answer> or None. asked: see _numbers.number."""
-    found = ANSWER.search(completion)
+    found = find(completion)
     return _numbers.number(found[1], asked) if found else None
 
 
@@ -62,7 +68,7 @@ def reasoned(question, completion, value, numbers=None):
     if re.search(r"\bcents?\b|¢|%|per ?cent", question.get("question", "").lower()):
         answers += [answer / 100 for answer in answers]
     known = numbers_in(question.get("question", "")) if numbers is None else numbers
-    return _equations.reasoned(before_answer(completion), answers, known)
+    return _equations.reasoned(before_answer(completion[:_numbers.LONGEST_TEXT]), answers, known)
 
 
 def grade_steps(worked, question, completion, answer, correct, form=NUMBERED):
@@ -81,7 +87,6 @@ def grade_steps(worked, question, completion, answer, correct, form=NUMBERED):
 def grade(question, completion):
     """Return (score, parts) of a completion whose answer is a number. The parts are answered, correct
     (exactly equal), and reasoned: true equations lead from the question's numbers to the answer."""
-    completion = completion[:_numbers.LONGEST_TEXT]
     value = answer(completion, asked_unit(question))
     parts = {"answered": value is not None, "correct": value == right_answer(question),
              "reasoned": reasoned(question, completion, value)}

@@ -68,7 +68,6 @@ def documents(split, seed=0, argument=None):
 def reward(question, completion):
     """Return (score, parts). The parts: the answer is an expression (answered), uses each number once
     (numbers), reaches the target (correct), and true equations before it lead to it (reasoned)."""
-    completion = completion[:_numbers.LONGEST_TEXT]
     found = parse(completion)
     has_numbers = found is not None and Counter(found[1]) == Counter(question["numbers"])
     parts = {"answered": found is not None, "numbers": has_numbers,
@@ -79,14 +78,14 @@ def reward(question, completion):
 
 def signature(completion):
     """Return the normal form of the answer's expression."""
-    found = parse(completion[:_numbers.LONGEST_TEXT])
+    found = parse(completion)
     return found[2] if found else ""
 
 
 def parse(completion):
     """Return (value, numbers, normal form) of the expression in the first <answer>...</answer>, which may be
     followed by an equals sign and its value; None without one."""
-    found = _answers.ANSWER.search(completion)
+    found = _answers.find(completion)
     text = _numbers.normal(_numbers.unwrapped(found[1])) if found else ""
     text = text.replace("x", "*").strip().removesuffix(".")
     text, equals, result = (part.strip() for part in text.partition("="))

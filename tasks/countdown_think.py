@@ -11,7 +11,7 @@ pays a tenth for it, the format alone earns nothing."""
 from functools import lru_cache
 from pathlib import Path
 
-from tasks import _numbers, _questions, countdown
+from tasks import _questions, countdown
 
 PROMPT = "{}\n"
 INSTRUCTION = "First think about the problem within <think></think>, then answer within <answer></answer>."
@@ -62,7 +62,6 @@ def questions(split, seed=0, n=None, argument=None):
 
 def reward(question, completion):
     """Return (score, parts) as countdown.py does, without the part `reasoned`: the reasoning is free text."""
-    completion = completion[:_numbers.LONGEST_TEXT]
     found = countdown.parse(completion)
     used = found is not None and sorted(found[1]) == sorted(question["numbers"])
     correct = used and found[0] == int(question["answer"])

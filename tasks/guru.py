@@ -111,8 +111,8 @@ def boxed(text):
 def reward(question, completion):
     answer = answer_of(completion)
     # (3,5) is a pair, not 3.5; 1,000 is a number
-    is_list = re.search(r"[0-9],(?![0-9]{3}(?![0-9]))", question["answer"])
-    right = None if is_list else _numbers.number(question["answer"])
+    is_list = re.search(r"^\s*[(\[{].*,|[0-9],(?![0-9]{3}(?![0-9]))", question["answer"])
+    right = None if is_list else _numbers.number(_numbers.normal(question["answer"]).removesuffix("°"))
     if right is not None:
         said = _numbers.normal(answer).removesuffix("°")
         correct = _numbers.number(said, _answers.asked_unit(question)) == right

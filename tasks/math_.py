@@ -165,7 +165,7 @@ check, questions, documents = _questions.with_levels("math", draw, solution, wro
 
 def reward(question, completion):
     """Return (score, parts), see _answers.grade. All questions ask for an amount: 42% is none."""
-    found = _answers.ANSWER.search(completion)
+    found = _answers.find(completion)
     if found and re.search("(?i)%|percent", found[1]):
         return 0.0, dict.fromkeys(("answered", "correct", "reasoned"), False)
     return _answers.grade(question, completion)

@@ -85,7 +85,8 @@ def unit(steps, names, words):
 def exponents(text):
     """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None for other texts."""
     found = dict.fromkeys(BASES, 0)
-    text = _numbers.normal(_numbers.unwrapped(text).translate(_numbers.SUPERSCRIPTS))
+    text = _numbers.unwrapped(text).replace(r"\,", " ").translate(_numbers.SUPERSCRIPTS)
+    text = _numbers.normal(text)
     text = text.strip().removesuffix(".")
     text = "1" if text.lower() in UNITLESS else text
     text = text[1:-1] if text.startswith("((") and text.endswith("))") else text         # of \frac

@@ -294,6 +294,7 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
 
 @pytest.mark.parametrize("name, figures", {
     "never_right": {"pass_at_1": 0.0, "reward": 0.0, "parts/answered": 0.1},
+    "task_never_right": {"a/pass_at_1": 0.7, "a/reward": 0.7, "a/groups": 16, "b/pass_at_1": 0.0, "b/reward": 0.0, "b/groups": 16},
     "right_unpaid": {"right_unpaid": 0.5, "pass_at_1": 0.0, "reward": 0.0, "zero_variance": 1.0},
     "never_ends": {"truncated": 0.9},
     "ignores_question": {"paid_elsewhere": 1.0, "truncated": 0.9, "truncated_score": 0.8},
@@ -346,7 +347,12 @@ def test_paid_truncation_and_answers_in_common_are_healthy(figures):
     ({}, {"truncated": 0.9, "truncated_score": 0.9}, "the reward does not ask for an end"),
     ({}, {"truncated": 0.9, "truncated_score": 0.1}, "raise --max_new_tokens"),
     ({"overlong": "penalty"}, {"truncated": 0.9, "truncated_score": 0.9}, "raise --max_new_tokens"), ({"tis_cap": 2.0}, {"logprob_gap": 0.3}, ""),
-    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step}, "length: use a constant loss denominator"),
+    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step}, "rise: use a constant loss denominator"),
+    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step, "reward": lambda step: 0.1 + 0.03 * step}, ""),     # it learns to reason
+    ({"teacher": "t", "reward_weight": 0}, {"zero_variance": 0.97, "pass_at_1": 0.99, "kl": 0.05}, ""),
+    ({"teacher": "t", "reward_weight": 0}, {"pass_at_1": 0.0, "reward": 0.0, "kl": 0.05}, ""),
+    ({"mini_batches": 4}, {"skipped_steps": lambda step: 2 * step, "grad_norm": "inf"}, "30 of 60 updates"),
+    ({"mini_batches": 64}, {"skipped_steps": lambda step: 2 * step}, ""),
     ({"skip_solved": 2}, {"zero_variance": 0.97, "pass_at_1": 0.99}, "harder ones, or stop"),
     ({}, {"logprob_gap": 0.015, "entropy": 0.03}, "the engine samples from another"), ({}, {"logprob_gap": 0.015, "entropy": 0.5}, "")])    # rounding
 def test_the_cause_depends_on_the_options_and_the_first_step(config, figures, said):
@@ -530,6 +536,33 @@ def test_a_text_is_memorised_only_after_many_passes(val_loss, epochs, said):
     doctor = Doctor([start, *read[:10], evaluated[0], *read[10:], evaluated[1]])
     (sentence,) = [finding.sentence for finding in doctor.holding if finding.name == "validation_rises"]
     assert said in sentence
+
+
+def pretrained(steps, **figures):
+    return [{"step": step, "lr": 1e-3, "grad_norm": 1.0, "loss": 5.0, "tokens_per_s": 1000.0, "moved": 1e-3, "seconds": 10.0 * step}
+            | {k: v(step) if callable(v) else v for k, v in figures.items()} for step in steps]
+
+
+def test_losses_of_the_warm_up_say_nothing():
+    start = {"step": 0, "config": {"init_from": "scratch", "learning_rate": 1e-3, "warmup_steps": 2000}, "settings": {}, "facts": {}}
+    said = [[finding.name for finding in Doctor([start, *pretrained([1, 10, 20, 30], **figures)]).findings] for figures in (
+        {"lr": lambda step: 1e-3 * step / 2000}, {}, {"grad_norm": lambda step: 4.0 if step < 30 else "inf"})]
+    assert said == [[], ["not_learning"], ["not_learning"]]
+
+
+def test_skipped_steps_are_no_small_ones():
+    start = {"step": 0, "config": {"init_from": "scratch", "learning_rate": 1e-3}, "settings": {}, "facts": {}}
+    assert not Doctor([start, *pretrained(range(1, 12), moved=0.0, grad_norm="nan", loss=lambda step: 5 - 0.1 * step)]).findings
+
+
+def test_another_machine_and_a_short_hiccup_are_not_slowness():
+    start = {"step": 0, "config": {"init_from": "scratch", "learning_rate": 1e-3}, "settings": {"ranks": 8}, "facts": {}}
+    falls = {"loss": lambda step: 5 - 0.01 * step}
+    before, after = pretrained(range(1, 11), **falls), pretrained(range(11, 30), tokens_per_s=250.0, **falls)
+    assert [finding.name for finding in Doctor([start, *before, *after]).findings] == ["slower_than_before"]
+    assert not Doctor([start, *before, start | {"step": 10, "settings": {"ranks": 2}}, *after]).findings
+    quick = {"seconds": lambda step: 0.05 * step, **falls}
+    assert not Doctor([start, *pretrained(range(10, 110, 10), **quick), *pretrained((110, 120, 130), tokens_per_s=250.0, **quick)]).findings
 
 
 def test_noise_is_not_a_finding():

@@ -303,7 +303,7 @@ def test_the_sizes_of_graphs():
 @on_a_gpu
 def test_attention_by_lengths_needs_16_bits(monkeypatch):
     model = make(n_head=4, n_kv_head=2)
-    kernel = SimpleNamespace(can_attend=lambda device, head_dim: True, decode_attention=attend_by_length)
+    kernel = SimpleNamespace(can_attend=lambda device, dtype, head_dim: True, decode_attention=attend_by_length)
     monkeypatch.setitem(sys.modules, "engine.triton_attention", kernel)
 
     def chosen(**options):

@@ -121,7 +121,9 @@ def test_scales_parts_and_units_of_an_answer(task, text, right, answer, is_right
 
 @pytest.mark.parametrize("right, answer, is_right", [
     ("(3,5)", r"\boxed{(3, 5)}", True), ("(3,5)", r"\boxed{\frac72}", False), ("(3,5)", "<answer>3.5</answer>", False), ("1,3", "<answer>1, 3</answer>", True),
-    ("1,000", "<answer>1000</answer>", True), ("5", r"\boxed{5\text{ cm}}", True), ("5", r"\boxed{5^\circ}", True), ("5", r"\boxed{6\text{ cm}}", False)])
+    ("1,000", "<answer>1000</answer>", True), ("5", r"\boxed{5\text{ cm}}", True), ("5", r"\boxed{5^\circ}", True), ("5", r"\boxed{6\text{ cm}}", False),
+    ("(2,100)", "<answer>2100</answer>", False), ("(2,100)", "<answer>(2, 100)</answer>", True), ("(0,100)", "<answer>0.1</answer>", False),
+    (r"90^\circ", r"\boxed{90}", True), (r"90^\circ", "<answer>90°</answer>", True), (r"90^\circ", r"\boxed{91}", False)])
 def test_a_list_is_no_decimal_comma(right, answer, is_right):
     assert (guru.reward({"answer": right}, answer)[0] == 1) == is_right
 
@@ -139,6 +141,21 @@ def test_units_as_fractions_and_without():
     power = science.exponents("kg m^2 s^-3")
     assert all(science.exponents(text) == power for text in ("(kg m^2)/s^3", "(kg·m²)/s³", r"\frac{kg m^2}{s^3}"))
     assert science.exponents("dimensionless") == science.exponents("1") and science.exponents("(kg") is None
+
+
+def test_thin_spaces_separate_units():
+    from tasks import science
+    force = science.exponents("kg m s^-2")
+    assert force == science.exponents(r"$\mathrm{kg\,m\,s^{-2}}$") == science.exponents(r"\frac{kg\,m}{s^2}")
+
+
+@pytest.mark.parametrize("task, question, answer", [
+    ("countdown", {"question": "98 from 44 19 35", "answer": "98", "numbers": [44, 19, 35]}, "44 + 19 + 35"),
+    ("gsm8k", {"question": "How many eggs?", "answer": "8"}, "8"), ("math", {"question": "How many eggs?", "answer": "8"}, "8")])
+def test_an_answer_after_much_reasoning_is_found(task, question, answer):
+    for text in ("x" * 10_000 + f"<answer>{answer}</answer>", f"<answer>{answer}</answer>" + "x" * 30_000):
+        assert tasks.load(task).reward(question, text)[0] == 1
+    assert tasks.load(task).reward(question, f"<answer>{answer}</answer>" + "x" * 10_000 + "<answer>7</answer>")[0] == 1     # the first
 
 
 def test_a_temperature_sign_and_a_long_s():

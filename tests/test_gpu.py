@@ -44,7 +44,9 @@ def test_reinforcement_learning_climbs(knobs, tmp_path, text, card):
     knobs = dict(compile=False) | knobs
     trained(tmp_path / "base", text, learning_rate=0.02, device=card.type, compile=False)
     (tmp_path / "letters.py").write_text(TASK)
-    options = GRPO | dict(init_from=tmp_path / "base", task=tmp_path / "letters.py", max_steps=30, k_samples=8, dtype="bf16", device=card.type)
+    old = card.type == "cuda" and torch.cuda.get_device_capability(card) < (8, 0)            # without bf16
+    options = GRPO | dict(init_from=tmp_path / "base", task=tmp_path / "letters.py", max_steps=30, k_samples=8, dtype="fp16" if old else "bf16",
+                          device=card.type)
     line = command(tmp_path / "run", script="grpo.py", defaults=options, **knobs)
     done = forked.run(line, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "torch.compile failed" not in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
@@ -156,7 +158,9 @@ def test_decoding_by_lengths(dtype, heads, kv_heads, D, card, record_property):
     if card.type != "cuda":
         pytest.skip("Triton needs a GPU")
     from engine.triton_attention import can_attend, decode_attention
-    assert can_attend(card, D)
+    if not can_attend(card, DTYPES[dtype], D):
+        assert torch.cuda.get_device_capability(card) < (8, 0)
+        pytest.skip("the kernel needs an A100 or newer")
     torch.manual_seed(0)
     positions = torch.tensor([0, 63, 64, 299, 17], device=card)
     cache = torch.randn(2, 7, kv_heads, 300, D).to(card, DTYPES[dtype])

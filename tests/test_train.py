@@ -13,7 +13,7 @@ import torch
 import forked
 import train
 from conftest import command, environment, largest_difference, metrics, run, trained, wait_for, weights
-from runtime import checkpoint, config
+from runtime import checkpoint, config, optim
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,18 @@ def test_without_a_compiler_training_goes_on_eagerly(tmp_path, text):
     done = subprocess.run(command(tmp_path / "a", dataset=text, data_dir=tmp_path, compile=True, max_steps=3), env=env, capture_output=True,
                           text=True)
     assert done.stdout.count("torch.compile failed") == 1 and "step 3/3" in done.stdout
+
+
+def test_without_a_compiler_muon_is_eager_too(tmp_path, text, monkeypatch):
+    """On a GPU it is compiled apart from the model."""
+    def fails(*inputs, **options):
+        raise RuntimeError("no compiler")
+    monkeypatch.setattr(optim, "COMPILE_ON", ("cpu",))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    optim.compiled.cache_clear()
+    trained(tmp_path / "a", text, compile=True, max_steps=2, optimizer="muon")
+    optim.compiled.cache_clear()
+    assert "torch.compile failed" in (tmp_path / "a/training.log").read_text() and len(metrics(tmp_path / "a")) == 2
 
 
 def test_save_only_model_is_small_and_starts_a_new_run(tmp_path, text):

@@ -123,7 +123,6 @@ STAGES = (
     Stage("smollm2", "runs/smollm2_seeds.sh", 420, 600,
           package="gguf transformers matplotlib datasets tiktoken",
           download="data/SmolLM2-135M-Instruct.Q4_1.gguf"),
-    Stage("countdown", "runs/countdown.sh --size=large", 420, 600, package="matplotlib datasets tiktoken"),
     Stage("sft-eager", f"{SFT} --compile=false", 20, 90),
     Stage("sft", f"{SFT} --compile=true", 35, 120, "sft-eager"),
     Stage("train-parts", f"{GPT2.replace(' --repeats=1', '')} --profile", 30, 120, package="tokenizers"),
@@ -131,6 +130,8 @@ STAGES = (
     Stage("two-cards", f"{GPT2} --ranks=2", 40, 150, "train", "tokenizers", 2),
     Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", 30, 120,
           package="transformers"),
+    Stage("countdown", "runs/countdown.sh --size=large --asked=4000 --grpo_steps=30 --num_questions=250",
+          420, 600, package="matplotlib datasets tiktoken"),
 )
 SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # resolved settings to record
 RUN_FIGURES = ("tokens_per_s", "mfu", "peak_memory_gb", "utilization", "loss", "reward", "val_loss",
