@@ -1,5 +1,5 @@
-"""The last stage of Countdown on one GPU: config/countdown_grpo.py with twice the completions a step and a fifth
-of its learning rate, for a model of thirteen times its size. Not run on a GPU yet.
+"""The last stage of Countdown on one GPU: config/countdown_grpo.py with twice the completions a step and a
+fifth of its learning rate, for a model of thirteen times its size. Not run on a GPU yet.
 
     python grpo.py config/countdown_large_grpo.py --init_from=out/countdown_large/rft
 """

@@ -159,8 +159,8 @@ def task_never_right(run):
                                for key in ("groups", "pass_at_1", "reward"))
         n = int(sum(groups) * run.config["k_samples"])
         if n >= MIN_SAMPLES and max(right) == 0 and max(paid) <= 0.05:
-            return (f"None of the last {n:,} samples of {name} is correct: ask easier questions of this task, "
-                    "give it a smaller weight, or fine-tune on verified answers to it first (datagen.py).")
+            return (f"None of the last {n:,} samples of {name} is correct: ask easier questions of this "
+                    "task, give it a smaller weight, or fine-tune on verified answers to it first (datagen.py).")
     return None
 
 

@@ -24,8 +24,9 @@ def can_attend(device, dtype, head_dim):
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
     q = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
+    start = torch.zeros(1, dtype=torch.long, device=device)
     try:
-        decode_attention(q, q, q, q.new_zeros(2, 1, 1, 1, head_dim), torch.zeros(1, dtype=torch.long, device=device))
+        decode_attention(q, q, q, q.new_zeros(2, 1, 1, 1, head_dim), start)
         torch.cuda.synchronize(device)
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0]
