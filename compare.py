@@ -47,6 +47,7 @@ class Config:
     rft: str = ""                            # command of the control rft; empty: datagen.py, config/rft.py
     seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3     # seeds of each arm
     budget: Literal["steps", "seconds"] = "steps"     # an arm's amount: the base's steps or seconds
+    ranks: PositiveInt = 1                   # processes of each script but train.py
     out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
     # questions of the split test, the same for all runs
     task: str | dict | None = None           # None: the base's task
@@ -62,8 +63,6 @@ class Config:
     exact: bool = False                      # count exact answers only, of a task that tolerates others
     confidence: Literal["95", "99"] = "95"   # of each interval, %
     resolve: NonNegativeFloat = 2.0          # points that further seeds should resolve
-    # machine
-    ranks: PositiveInt = 1                   # processes of each script but train.py
 
 
 CONTROLS = ("start", "again", "placebo", "rft")
@@ -213,17 +212,19 @@ class Comparison:
         return with_amount(command, self.state["amounts"][arm])
 
     def amount(self, arm, command):
-        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run. A
-        single stage is timed beside the base's first steps, as later ones take another time. Several stages
-        are timed twice, since a question's seconds fall with the number of questions."""
+        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, from one
+        stage's first steps, or from one or two probes, as a question's seconds fall with their number."""
         base = self.state["runs"]["base-0"]
         few = PROBE_QUESTIONS if is_datagen(words_of(command)[0]) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
         if "&&" not in self.commands["base"] + command:
             ratio = seconds_at(self.out / "base-0", few) / seconds_at(folder, few)
             return max(1, round(base["steps"] * ratio))
+        short = self.state["runs"][f"{arm}-probe"]["seconds"]
+        if short > base["seconds"] / 2:
+            return max(1, round(few * base["seconds"] / short))
         self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
-        short, longer = (self.state["runs"][f"{arm}-{name}"]["seconds"] for name in ("probe", "probe2"))
+        longer = self.state["runs"][f"{arm}-probe2"]["seconds"]
         of_one = max(longer - short, longer / 10) / (4 * few)    # the probes differ by noise too
         return max(1, few // 10, round(few + (base["seconds"] - short) / of_one))
 
@@ -336,7 +337,6 @@ def main(argv):
     answers.print_table(cfg.num_samples, shares, compared, seconds)
     what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
     print("\n".join([*sentences, f"({what}; {note}.)"]))
-
     means = {arm: {name: float(of.mean()) for name, of in own.items()} for arm, own in shares.items()}
     rows = [{"arm": arm, "reference": reference} | one for (arm, reference), one in compared.items()]
     runs.save(verdict=sentences, note=f"{what}; {note}", means=means, seconds=seconds, comparisons=rows,

@@ -160,7 +160,7 @@ def task_never_right(run):
         n = int(sum(groups) * run.config["k_samples"])
         if n >= MIN_SAMPLES and max(right) == 0 and max(paid) <= 0.05:
             return (f"None of the last {n:,} samples of {name} is correct: ask easier questions of this "
-                    "task, give it a smaller weight, or fine-tune on verified answers to it first (datagen.py).")
+                    "task, give it less weight, or fine-tune on its verified answers first (datagen.py).")
     return None
 
 

@@ -3,6 +3,7 @@ import contextlib
 import importlib
 import io
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -326,6 +327,10 @@ def test_equal_seconds_follow_from_the_first_steps(start, tmp_path, monkeypatch)
     assert comparison.command("slow").endswith("--k_samples=16 --max_steps=20")
     assert "--num_questions=4200 &&" in comparison.command("rft") and "max_steps=40" in comparison.command("base")
     assert runs.seconds_at(out / "slow-probe", 3) == 4
+    comparison.state["amounts"] = {}
+    comparison.state["runs"] = {"base-0": {"seconds": 15.0, "steps": 40}}
+    shutil.rmtree(out / "rft-probe")
+    assert "--num_questions=300 &&" in comparison.command("rft") and "rft-probe2" not in comparison.state["runs"]     # near enough
     (out / "sparse").mkdir()
     (out / "sparse/metrics.jsonl").write_text("".join(f'{{"step": {n}, "lr": 1, "seconds": {s}}}\n' for n, s in ((1, 9), (25, 50))))
     assert runs.seconds_at(out / "sparse", 10) == 2              # not those of the slow first step
