@@ -212,8 +212,8 @@ class Comparison:
         return with_amount(command, self.state["amounts"][arm])
 
     def amount(self, arm, command):
-        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, from one
-        stage's first steps, or from one or two probes, as a question's seconds fall with their number."""
+        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, by a
+        stage's first steps, or by one or two probes, as a question's seconds fall with their number."""
         base = self.state["runs"]["base-0"]
         few = PROBE_QUESTIONS if is_datagen(words_of(command)[0]) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
