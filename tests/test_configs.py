@@ -142,6 +142,10 @@ def test_qwen_of_half_a_billion_on_one_card():
     assert f"{cfg.slots} slots" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
     assert cfg.max_steps == -(-2 * 6700 // cfg.prompts_per_step) and "Not run here" in header
     assert f"{cfg.max_steps * cfg.mini_batches} updates" in header
+    published = json.loads((ROOT / f"expected/seeds/{cfg.out_dir.rpartition('/')[2]}.json").read_text())["figures"]["val_accuracy"]
+    ranges = dict(zip(published["steps"], zip(*published["runs"])))          # of verl's log, 95%
+    for step, share in ((30, 0.458), (100, 0.531)):
+        assert f"{share:.1%} after {step}" in header.replace("\n", " ") and ranges[step][0] < share < ranges[step][1]
     assert cfg.few_shot == 0 and "--few_shot=0" in header                # as the log that it is compared with
 
 
