@@ -15,8 +15,8 @@ work.
         slow verifiers in worker processes against the same verifiers in the calling process
 
 train.py, datagen.py and grpo.py run as processes, and the figures come from their logs: medians over the
-steps after a warm-up. Compared runs share weights or shapes, data and precision, and alternate. Each call
-writes its figures and the hardware and versions to bench_results/, as JSON.
+steps after a warm-up. Compared runs share weights or shapes, data and precision (of activations), and
+alternate. Each call writes its figures and the hardware and versions to bench_results/, as JSON.
 """
 import contextlib
 import importlib
@@ -242,8 +242,9 @@ def check(cfg):
         raise BadInput(f"--{modes[0]} and --{modes[1]} exclude each other: give one of them.")
     if modes and cfg.peers:
         raise BadInput(f"--{modes[0]} does not run peers: leave --peers out.")
-    if cfg.peers and cfg.stage in ("train", "sft") and (cfg.ranks or 1) > 1:
-        raise BadInput("Training's peers run in one process: leave --ranks out.")
+    one_process = cfg.stage in ("train", "sft") or torch.cuda.is_available()
+    if cfg.peers and one_process and (cfg.ranks or 1) > 1:
+        raise BadInput("Peers train, and use a GPU, in one process: leave --ranks out.")
     for option in ("prompt_tokens", "varied_prompts", "verifier_ms"):
         if cfg.run and getattr(cfg, option) != getattr(Config, option):
             raise BadInput(f"--{option} is for random prompts, and --run has real ones: leave one out.")

@@ -67,7 +67,7 @@ class Config:
 
 CONTROLS = ("start", "again", "placebo", "rft")
 RFT = ("datagen.py --temperature=1 --oversample=8 --keep_per_question=1 --stop_early && "
-       "train.py config/rft.py --num_epochs=1.5")
+       "train.py config/rft.py --num_epochs=1.5 --learning_rate=none")
 PROBE_STEPS = 10                             # of an arm, timed beside the base's first
 PROBE_QUESTIONS = 200                        # of the control rft
 TOLERANCE = 0.05                             # of an arm's seconds, before the verdict mentions them
@@ -124,11 +124,11 @@ def is_datagen(script):
     return Path(script).name == "datagen.py"
 
 
-def with_amount(command, amount):
-    """Return a command with another number of steps, or of questions where datagen.py makes its data."""
+def with_amount(command, amount, task=None):
+    """Return a command with another number of steps, or of a task's questions where datagen.py begins."""
     first, *others = command.split("&&")
     if is_datagen(words_of(first)[0]):
-        return "&&".join([f"{first.rstrip()} --num_questions={amount} ", *others])
+        return "&&".join([f"{first.rstrip()} --num_questions={answers.at_most(task, amount)} ", *others])
     return f"{command} --max_steps={amount}"
 
 
@@ -165,7 +165,7 @@ class Comparison:
         """Return the model that a seed's runs begin with, made by start_command if there is one."""
         if self.cfg.start_command:
             return self.run(f"start-{seed}", self.cfg.start_command, seed, None)
-        return self.cfg.start.replace("{seed}", str(seed))
+        return answers.same_start(self.state, self.cfg.start.replace("{seed}", str(seed)))
 
     def run(self, name, command, seed, start):
         """Run a command's stages, unless it has finished before, and return its model's folder."""
@@ -209,21 +209,21 @@ class Comparison:
             return command
         if arm not in self.state["amounts"]:
             self.state["amounts"][arm] = self.amount(arm, command)
-        return with_amount(command, self.state["amounts"][arm])
+        return with_amount(command, self.state["amounts"][arm], self.task)
 
     def amount(self, arm, command):
         """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, by a
         stage's first steps, or by one or two probes, as a question's seconds fall with their number."""
         base = self.state["runs"]["base-0"]
         few = PROBE_QUESTIONS if is_datagen(words_of(command)[0]) else min(PROBE_STEPS, base["steps"])
-        folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
+        folder = self.run(f"{arm}-probe", with_amount(command, few, self.task), 0, self.start(0))
         if "&&" not in self.commands["base"] + command:
             ratio = seconds_at(self.out / "base-0", few) / seconds_at(folder, few)
             return max(1, round(base["steps"] * ratio))
         short = self.state["runs"][f"{arm}-probe"]["seconds"]
         if short > base["seconds"] / 2:
             return max(1, round(few * base["seconds"] / short))
-        self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
+        self.run(f"{arm}-probe2", with_amount(command, 5 * few, self.task), 0, self.start(0))
         longer = self.state["runs"][f"{arm}-probe2"]["seconds"]
         of_one = max(longer - short, longer / 10) / (4 * few)    # the probes differ by noise too
         return max(1, few // 10, round(few + (base["seconds"] - short) / of_one))
@@ -320,7 +320,7 @@ def check(cfg, commands):
     if cfg.few_shot is None:
         cfg.few_shot = answers.few_shot_of(base, cfg.start)
     if "rft" in commands and not cfg.rft:
-        flags = shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens))
+        flags = shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens, few_shot=cfg.few_shot))
         commands["rft"] = RFT.replace("datagen.py", f"datagen.py {flags}")
     return task
 

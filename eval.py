@@ -294,15 +294,22 @@ def say(text):
         print(text, flush=True)
 
 
+OF_TEXT = "block_size", "stride", "batch_size", "eval_tokens", "attention"
+OF_TASK = ("num_questions", "num_samples", "few_shot", "max_new_tokens", "temperature", "top_k", "top_p",
+           "min_p", "seed", "deterministic", "reward_workers")
+
+
 def main(argv):
     distributed.init()
     cfg = config.load(Config, argv, positional="models")
     if not cfg.models or not (cfg.dataset or cfg.task):
         raise BadInput("Name a model and a text or a task: python eval.py MODEL --dataset=... or --task=...")
     cfg.task = tasks.spec_of(cfg.task)
-    for option in ("block_size", "stride", "batch_size", "eval_tokens", "attention") if cfg.task else ():
+    kind, foreign = ("text", OF_TEXT) if cfg.task else ("task", OF_TASK)
+    for option in foreign:
         if getattr(cfg, option) != getattr(Config, option):
-            raise BadInput(f"--{option} is for a text, not for --task=: leave it out.")
+            other = "--task=" if cfg.task else "a text"
+            raise BadInput(f"--{option} is for a {kind}, not for {other}: leave it out.")
     if not cfg.task and (len(cfg.models) > 1 or cfg.compare):
         raise BadInput("Models are compared only on a task: add --task=, or name one model.")
     if cfg.num_samples > 1 and not cfg.temperature:

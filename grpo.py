@@ -391,7 +391,7 @@ def update_batches(run, model, completions, pcgrad):
 def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad, recorder):
     """Train until the last step or a stop request. Returns the exit code."""
     validate = partial(evaluate, cfg, run, pipeline, valid, recorder) if valid else None
-    if valid and run.step == 0:
+    if valid and cfg.init_from != "resume":
         with task_errors():
             validate()
     run.catch_up(validate)

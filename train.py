@@ -103,7 +103,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
                                              # minutes)
     # evaluation, log, checkpoints
     eval_interval: PositiveInt = 100         # steps between evaluations; also after the last step
-    eval_tokens: PositiveInt | None = None   # validation tokens; None: the whole split
+    eval_tokens: PositiveInt | None = None   # validation tokens of a text; None: the whole split
     eval_only: bool = False                  # evaluate once and exit, leaving out_dir alone
     patience: NonNegativeInt = 0             # stop after this many evaluations without a new best; 0: never
     log_interval: PositiveInt = 10           # steps between log lines

@@ -42,7 +42,25 @@ def placebo(spec, rate, folder):
     return next(iter(parts)) if len(parts) == 1 else tasks.spec_of(parts)
 
 
+def same_start(state, model):
+    """Return a start. BadInput if it is a run that has been replaced since a comparison's `state` began."""
+    weights = [path.read_text() for path in sorted(Path(model).glob("checkpoints/*/meta.json"))]
+    digest = zlib.crc32("".join(weights).encode())
+    if weights and state.setdefault("starts", {}).setdefault(model, digest) != digest:
+        raise BadInput(f"{model} was replaced after runs had begun with it: restore it, or choose another "
+                       "--out_dir=.")
+    return model
+
+
 # --- questions ---
+
+def at_most(spec, n):
+    """Return n, or the number of the task's training questions if that is less."""
+    if spec is None:
+        return n
+    with task_errors():
+        return min(n, len(tasks.load(spec).questions("train", 0, n, fewer=True)))
+
 
 def few_shot_of(base, start):
     """Return the number of worked examples in the prompts of a base, {option: value}, that begins with
@@ -55,7 +73,7 @@ def few_shot_of(base, start):
 
 
 def draw_questions(spec, n, seed, folder, exact=False):
-    """Write n questions of the split test to folder/questions-SEED.jsonl, and return (path, [question]).
+    """Write n questions of the split test to folder/questions-SEED-CODE.jsonl, and return (path, [question]).
     exact: the task must grade exact answers."""
     with task_errors():
         task = tasks.load(spec)
@@ -66,7 +84,8 @@ def draw_questions(spec, n, seed, folder, exact=False):
         raise BadInput(f"--exact: {spec} tolerates no answer that is not exact: leave it out.")
     texts = {question["question"]: question for question in reversed(drawn)}
     questions = [*texts.values()][::-1]      # eval.py asks each text once
-    path = folder / f"questions-{seed}.jsonl"
+    code = zlib.crc32(b"".join(file.read_bytes() for file in task.files))    # another verifier, other answers
+    path = folder / f"questions-{seed}-{code:08x}.jsonl"
     content = "".join(json.dumps(question) + "\n" for question in questions).encode()
     if path.exists() and path.read_bytes() != content:
         raise BadInput(f"{path} has other questions than {spec} draws now: choose another --out_dir= "
@@ -94,7 +113,7 @@ def unseen(questions, folders):
     BadInput if hardly one is left."""
     trained = trained_on(folders)
     kept = [i for i, one in enumerate(questions) if normalized(one["question"]) not in trained]
-    if len(kept) < 2:
+    if len(kept) < 20:
         raise BadInput("The runs trained on the test questions: make the splits of the task differ.")
     return kept, len(trained)
 

@@ -223,8 +223,9 @@ def steps_of(folder):
 
 
 def seconds_at(folder, step):
-    """Return the seconds of training a step, until the first logged one from `step` on."""
-    line = next(line for line in steps_of(folder) if line["step"] >= step)
+    """Return the seconds of training a step, until the first logged one from `step` on, or the last."""
+    steps = steps_of(folder)
+    line = next((line for line in steps if line["step"] >= step), steps[-1])
     return line["seconds"] / line["step"]
 
 

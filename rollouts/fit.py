@@ -60,7 +60,7 @@ def slots_beside_update(cfg, run, worst, context, other_bytes, saved):
     needed += hw.sampling_dtype.itemsize * run.model.n_params()
     most = slots_that_fit(run.model.config, context, hw.sampling_dtype, hw.device, needed)
     slots = min(most, saved or most, samples_per_rank(cfg))
-    if slots < saved:
+    if slots < min(saved, samples_per_rank(cfg)):
         sentence = (f"Memory suffices for {slots} of the {saved} samples that the run had in flight, on "
                     "which the last bits of log-probabilities depend")
         if cfg.deterministic:

@@ -41,7 +41,7 @@ stage datagen \
 stage rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" \
     --out_dir="$out/rft" --seed="$seed" --resume=auto --num_epochs=1.5
 stage mixed $per_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/mixed" \
-    --seed="$seed" --resume=auto $grpo
+    --seed="$seed" --resume=auto $device $grpo
 stage greedy evaluate greedy
 stage sampled evaluate sampled --num_samples=4 --temperature=1
 cat "$out/greedy.txt" "$out/sampled.txt"

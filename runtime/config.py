@@ -232,7 +232,7 @@ def read_sealed(path, advice):
 
 def checksum(content):
     """Return the CRC-32 of a dictionary as eight hexadecimal digits, independent of the order of its keys."""
-    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+    return f"{zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()):08x}"
 
 
 def read_json(path, advice):

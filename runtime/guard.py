@@ -47,7 +47,7 @@ def run(main, argv=None):
             say_error(e)
         code = 2
     except OSError as e:                     # of any file, on any rank
-        if isinstance(e, PermissionError) or e.errno in (errno.EROFS, errno.ELOOP):
+        if isinstance(e, PermissionError) or e.errno in (errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG):
             say_error(f"{e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
                       "another.")
         elif is_full(e):

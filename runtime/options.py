@@ -44,7 +44,6 @@ class RunOptions:
     # evaluation, log, checkpoints
     save_interval: PositiveInt = 100         # steps from checkpoint to checkpoint; also after the last step,
                                              # at a new best, after each epoch of examples and at a stop
-                                             # signal
     keep_last: PositiveInt = 2               # newest checkpoints that are kept, besides the best
     save_only_model: bool = False            # weights only: a third to a half of the size, but no resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)

@@ -105,8 +105,7 @@ class Run(RunState):
                 checkpoint.write_atomically(path, content)
 
     def log_start(self, text, facts, **settings):
-        """Log the start-up paragraph; write config, settings and facts for doctor.diagnose to
-        metrics.jsonl."""
+        """Log the start-up paragraph; write config, settings and facts for the doctor to metrics.jsonl."""
         self.log.say(text)
         attention = self.hardware.attention_name(self.model.config)
         settings |= self.hardware.settings | {"ranks": distributed.world_size(), "attention": attention}
@@ -202,8 +201,8 @@ class Run(RunState):
             self.stopping = self.stopping or self.stop.requested()
         evaluated_late = self.stopping and self.val_loss is not None
         epoch_ends = self.epoch_steps and self.step % self.epoch_steps == 0
-        if (self.due(self.cfg.save_interval) or self.new_best or evaluated_late or epoch_ends
-                or self.out_of_patience()):
+        if (self.due(self.cfg.save_interval) and not (self.nonfinite.in_a_row and self.step < self.num_steps)
+                or self.new_best or evaluated_late or epoch_ends or self.out_of_patience()):
             self.save()
 
     def catch_up(self, evaluate):

@@ -43,8 +43,7 @@ def interrupted(*_):
 
 
 class Output:
-    """Standard output or error that drops text once its terminal or reader is gone, so that a run
-    continues."""
+    """Standard output or error that drops text once its terminal or reader is gone, so that runs go on."""
 
     ends = False                             # whether the script exits when its reader is gone
 

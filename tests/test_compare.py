@@ -158,6 +158,36 @@ def test_a_text_that_repeats_is_one_question(tmp_path):
     assert sorted(q["n"] for q in drawn) == [0, 1, 2] and len(path.read_text().splitlines()) == 3
 
 
+def test_an_edited_verifier_grades_anew(tmp_path):
+    task = tmp_path / "own.py"
+    paths = set()
+    for score in (0.0, 1.0, 1.0):
+        task.write_text("def questions(split, seed=0, n=None):\n    return [{'question': f'{i}?', 'answer': '1'} for i in range(n or 6)]\n"
+                        f"def reward(question, completion):\n    return {score}\n")
+        paths.add(answers.draw_questions(str(task), 6, 0, tmp_path)[0])
+    assert len(paths) == 2
+
+
+def test_another_model_under_the_name_of_the_start_is_refused(start, tmp_path):
+    copy = shutil.copytree(start, tmp_path / "start")
+    state = {}
+    assert answers.same_start(state, str(copy)) == answers.same_start(state, str(copy)) == str(copy)
+    meta = next(copy.glob("checkpoints/*/meta.json"))
+    meta.write_text(meta.read_text() + " ")
+    with pytest.raises(BadInput, match="was replaced after runs had begun with it"):
+        answers.same_start(state, str(copy))
+    assert answers.same_start(state, "org/model") == "org/model"             # of the hub
+
+
+def test_no_more_questions_are_asked_for_than_there_are(tmp_path):
+    task = tmp_path / "own.py"
+    task.write_text("def questions(split, seed=0, n=None):\n    return [{'question': f'{split} {i}?', 'answer': '1'} for i in range(70)][:n]\n"
+                    "def reward(question, completion):\n    return 0.0\n")
+    command = "datagen.py && train.py"
+    assert compare.with_amount(command, 200, str(task)) == "datagen.py --num_questions=70 && train.py"
+    assert compare.with_amount(command, 200, "arithmetic:4") == "datagen.py --num_questions=200 && train.py"
+
+
 def test_questions_are_those_of_the_draw_and_not_of_training(tmp_path):
     path, drawn = answers.draw_questions("unit_conversion", 50, answers.seed_of("x", 1), tmp_path)
     again = answers.draw_questions("unit_conversion", 50, answers.seed_of("x", 1), tmp_path)
@@ -174,6 +204,8 @@ def test_questions_are_those_of_the_draw_and_not_of_training(tmp_path):
     (tmp_path / "rft.attempts.jsonl").write_text('{"config": {}}\n' + json.dumps(
         {"completion": "", "question": drawn[0]["question"].upper()}) + "\n")
     assert answers.unseen(drawn, [tmp_path / "run"]) == ([*range(1, 50)], 1)
+    with pytest.raises(BadInput, match="make the splits of the task differ"):
+        answers.unseen(drawn[:20], [tmp_path / "run"])                       # too few for an interval
     with pytest.raises(BadInput, match="make the splits of the task differ"):
         answers.unseen(drawn[:2], [tmp_path / "run"])
 
@@ -219,7 +251,8 @@ def test_controls_train_on_the_task_of_the_base(tmp_path):
                                  "--command=grpo.py config/grpo.py --task=arithmetic:1 --max_new_tokens=40")
     assert (task, cfg.task) == ("arithmetic:1", "arithmetic:2") and "other" in commands
     data, _ = compare.stages_of(commands["rft"], "out/rft", 4, "o/rft-4")
-    assert {"--task=arithmetic:1", "--max_new_tokens=40"} <= set(data)
+    assert {"--task=arithmetic:1", "--max_new_tokens=40", "--few_shot=0"} <= set(data)
+    assert "--learning_rate=none" in commands["rft"]                         # else that of a million parameters
     _, commands, _ = loaded("--start=out/rft", "--controls=rft", "--rft=datagen.py --task=countdown && train.py")
     assert commands["rft"] == "datagen.py --task=countdown && train.py"
 

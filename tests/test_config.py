@@ -131,6 +131,7 @@ def test_an_empty_name_is_one_sentence(script, argv):
     ("train", ["--out_dir=~/run"], "^--out_dir=~/run begins with ~, .*HOME"), ("hf", ["~/a", "out"], "begins with ~"),
     ("grpo", ["--init_from=resume", "--overwrite"], "would replace"),
     ("eval", ["out/a", "--task=countdown", "--stride=8"], "^--stride is for a text, not for --task"),
+    ("eval", ["out/a", "--dataset=b.txt", "--num_questions=8"], "^--num_questions is for a task, not for a text"),
     ("sample", ["out/a", "--chat", "--prompt=x"], "read prompts from standard input"),
     ("compare", ["--start=a", "--arm=a/b: --beta=1"], "with a new NAME without /"),
     ("compare", ["--start=a", "--arm=a: --task='x"], "can't be read .No closing quotation"),

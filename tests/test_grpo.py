@@ -1008,9 +1008,9 @@ def spoil(monkeypatch, steps):
 
 def test_a_step_without_finite_gradients_is_skipped(learn, monkeypatch):
     spoil(monkeypatch, [3])
-    out = learn(max_steps=4, save_interval=1, keep_last=9)
-    assert same(weights(out, 3), weights(out, 2)) and not same(weights(out, 4), weights(out, 3))
-    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1, 1] and "step 3: non-finite gradients" in learn.said
+    out = learn(max_steps=3, save_interval=1, keep_last=9)
+    assert same(weights(out, 3), weights(out, 2)) and not same(weights(out, 2), weights(out, 1))
+    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1] and "step 3: non-finite gradients" in learn.said
 
 
 def test_after_several_it_rolls_back_once(learn, monkeypatch):
@@ -1018,6 +1018,13 @@ def test_after_several_it_rolls_back_once(learn, monkeypatch):
     out = learn(max_steps=11, save_interval=5, keep_last=9)
     assert learn.said.count("Rolling back to the checkpoint of step 5") == 1 and [line["step"] for line in lines(out)] == list(range(1, 12))
     assert [line["lr"] for line in lines(out)] == pytest.approx([3e-3] * 5 + [1.5e-3] * 6) and not same(weights(out, 10), weights(out, 5))
+
+
+def test_a_skipped_step_saves_no_checkpoint(learn, monkeypatch):
+    """Or the run would roll back to the weights that failed."""
+    spoil(monkeypatch, range(4, 9))
+    out = learn(max_steps=9, save_interval=1, keep_last=2)
+    assert learn.said.count("Rolling back to the checkpoint of step 3") == 1 and [line["step"] for line in lines(out)] == list(range(1, 10))
 
 
 def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):

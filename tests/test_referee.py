@@ -54,7 +54,7 @@ def calls(monkeypatch):
         (folder / "metrics.jsonl").write_text('{"step": 5, "lr": 1, "seconds": 60}\n')
 
     def shares_of(models, kept):
-        samples = [np.random.default_rng([*os.path.relpath(model).encode()]).random((len(kept), 2)) for model in models]
+        samples = [np.random.default_rng([*Path(model).name.encode()]).random((len(kept), 2)) for model in models]
         return {"sampled": np.array([(of < float(Path(model, "right").read_text())).mean(1) for of, model in zip(samples, models)])}
     monkeypatch.setattr(compare, "process", process)
     monkeypatch.setattr(compare.Comparison, "answer", lambda self, name, model, seed: model)
@@ -90,6 +90,13 @@ def test_a_tree_that_fails_is_dropped_and_the_next_is_compared(tree, calls):
     Path("out/log.txt").write_text("\n".join([first.replace(first.split()[2], "0" * 12), failed]))
     with pytest.raises(config.BadInput, match="isn't .*log.txt's first tree"):
         referee.main([*ARGV, tree("change = 0.1")])
+
+
+def test_records_that_cannot_be_read_fail_the_candidate(tree, calls, monkeypatch):
+    def figures(self):
+        raise KeyError("question")
+    monkeypatch.setattr(compare.Comparison, "figures", figures)
+    assert referee.main([*ARGV, tree("change = 0.3")]) == 0 and "  failed  KeyError: 'question'" in log()[1]
 
 
 def test_a_folder_for_results_inside_the_tree_is_no_part_of_it(tree, tmp_path):

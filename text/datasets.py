@@ -69,7 +69,7 @@ def number_of_steps(cfg, dataset):
     """Return the number of optimizer steps of the whole run."""
     limits = [] if cfg.max_steps is None else [cfg.max_steps]
     if cfg.num_epochs is not None or not (is_text(dataset) or limits):
-        limits.append(math.ceil((cfg.num_epochs or 3) * dataset.steps_per_epoch))
+        limits.append(math.ceil((cfg.num_epochs or 3) * dataset.steps_per_epoch - 1e-6))     # 1.1 * 100 > 110
     return max(1, min(limits or [300]))
 
 

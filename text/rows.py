@@ -75,7 +75,7 @@ def saved_rows(path, split):
 
 def form_of(row):
     """Return the keys of an example that an object has, None for another row."""
-    return next((keys for keys in EXAMPLES if isinstance(row, dict) and keys <= row.keys()), None)
+    return next((keys for keys in EXAMPLES if isinstance(row, dict) and None not in map(row.get, keys)), None)
 
 
 def has_question(row):

@@ -93,10 +93,11 @@ def find_files(path, text_key):
         has = f", only {', '.join(suffixes)}" if suffixes else ", as it is empty"
         raise BadInput(f"The dataset {path} holds no text that is read{has}: give a {KINDS} file, or a "
                        "folder of them.")
-    words = {}                               # {file: words in its relative path}
+    words = {}                               # {file: the name of a split in its relative path}
     for file in files:
         name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else ""
-        words[file] = set(re.split(r"[\W_]+", name.lower()))
+        marks = re.findall(rf"(?<![^\W\d_])(train|test|{'|'.join(VALID_NAMES)})(?![^\W\d_])", name.lower())
+        words[file] = {*marks[:1]}           # the first: valid/train-station.txt is of the valid split
     valid = [file for file in files if words[file] & {*VALID_NAMES}]
     test = [file for file in files if "test" in words[file]]
     train = [file for file in files if "train" in words[file]]
@@ -496,7 +497,7 @@ class Parquet(Rows):
                         length = max(0, self.stop - first - offset)
                         yield batch.column(0).slice(offset, length).to_pylist()
                         first += len(batch)
-        except (pyarrow.ArrowException, OSError) as e:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
             raise self.unreadable(e) from None
 
 
