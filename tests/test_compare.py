@@ -251,7 +251,7 @@ def test_controls_train_on_the_task_of_the_base(tmp_path):
                                  "--command=grpo.py config/grpo.py --task=arithmetic:1 --max_new_tokens=40")
     assert (task, cfg.task) == ("arithmetic:1", "arithmetic:2") and "other" in commands
     data, _ = compare.stages_of(commands["rft"], "out/rft", 4, "o/rft-4")
-    assert {"--task=arithmetic:1", "--max_new_tokens=40", "--few_shot=0"} <= set(data)
+    assert {"--task=arithmetic:1", "--max_new_tokens=40", f"--few_shot={cfg.few_shot}"} <= set(data)
     assert "--learning_rate=none" in commands["rft"]                         # else that of a million parameters
     _, commands, _ = loaded("--start=out/rft", "--controls=rft", "--rft=datagen.py --task=countdown && train.py")
     assert commands["rft"] == "datagen.py --task=countdown && train.py"
