@@ -1,6 +1,7 @@
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import re
 from collections import Counter
@@ -358,3 +359,8 @@ def test_a_data_file_is_answered_by_its_option(tmp_path):
     (tmp_path / "config.json").touch()
     assert answered("grpo", f"{tmp_path}").endswith(f"write --init_from={tmp_path}.")
     assert "neither a config file" in answered("compare", "x.json")
+
+
+def test_the_checksum_of_keys_that_are_numbers_is_that_of_their_texts():
+    content = {"counts": {2: 7, 10: 3, "total": 10}}
+    assert config.checksum(content) == config.checksum(json.loads(json.dumps(content)))

@@ -18,6 +18,7 @@ from runtime.config import BadInput
 from test_tokenizer import QWEN3, SMOL, write
 from text import examples, prompts
 from text.datasets import mean_flops
+from text.rows import form_of
 from text.tokenizer import Tokenizer
 
 TUNE = dict(batch_size=8, gradient_accumulation_steps=2, num_epochs=2, optimizer="adamw", learning_rate=0.003, warmup_steps=None,
@@ -542,3 +543,7 @@ def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
         done = run(tmp_path / "a", knobs.pop("dataset", rft), defaults=TUNE, init_from=base, **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
         assert not (tmp_path / "a").exists()
+
+
+def test_an_empty_column_decides_no_form():
+    assert form_of({"question": "2+2?", "answer": "4", "messages": None}) == {"question", "answer"} and form_of({"messages": None}) is None

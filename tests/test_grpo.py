@@ -914,6 +914,12 @@ def test_fewer_slots_than_before_are_said_or_refused(learn, monkeypatch):
         assert "Memory suffices for 7 of the 16 samples" in (learn.error if deterministic else learn.said)
 
 
+def test_more_ranks_or_fewer_samples_need_fewer_slots(learn):
+    learn(max_steps=1, deterministic=True)
+    learn(init_from="resume", max_steps=2, k_samples=2, deterministic=True)
+    assert "Memory suffices" not in learn.said
+
+
 @pytest.mark.parametrize("knobs, error", [
     (dict(), "KeyError: 'unit'"), (dict(eval_interval=9, eval_questions=1), "KeyError: 'unit'"),
     (dict(reward_pool="process", reward_workers=2, timeout=0.3), "timed out after 0.3 s")],

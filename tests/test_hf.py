@@ -1,4 +1,5 @@
 """transformers and model.py compute the same function before and after import and export by hf.py."""
+import contextlib
 import copy
 import json
 import math
@@ -206,6 +207,16 @@ def test_weights_of_a_compiled_or_ddp_model_are_read(folder):
     spoil(folder, lambda t: t.update({name.removeprefix("module."): value.clone() for name, value in t.items()}))
     with pytest.raises(BadInput, match="has two tensors"):
         hub.load(folder)
+
+
+def test_another_gpt2_s_vocabulary_is_not_openai_s(tmp_path):
+    about = {"model_type": "gpt2"}
+    source = hub.ModelSource(tmp_path, GPTConfig(vocab_size=50257), about)
+    assert source.tokenizer().n_vocab == 50257                               # OpenAI's, whose repository has vocab.json too
+    for number, is_openai in ((262, True), (300, False)):
+        (tmp_path / "vocab.json").write_text(json.dumps({"\u0120the": number}))
+        with contextlib.nullcontext() if is_openai else pytest.raises(BadInput, match="has no tokenizer.json"):
+            hub.ModelSource(tmp_path, GPTConfig(vocab_size=50257), about).tokenizer()
 
 
 def test_a_file_that_is_no_model_is_no_missing_folder(tmp_path):

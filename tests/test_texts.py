@@ -95,6 +95,21 @@ def test_a_folder_may_mix_kinds_and_hold_empty_shards(tmp_path):
     assert prepared(source, tmp_path) == [["one", "two", "three", "four"], ["five"]]
 
 
+@pytest.mark.parametrize("train, valid", [
+    ("train2017.txt", "val2017.txt"), ("train0.txt", "valid0.txt"), ("train/dev-diary.txt", "valid/train-station.txt"), ("a.txt", "dev/how-to-train-a-dog.txt")])
+def test_the_first_word_names_the_split(tmp_path, train, valid):
+    for name, text in ((train, "one"), (valid, "two")):
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text(text)
+    assert prepared(tmp_path / "source", tmp_path) == [["one"], ["two"]]
+
+
+def test_parquet_text_that_is_no_utf8_is_one_sentence(tmp_path):
+    latin = pa.array([b"caf\xe9"] * 20, pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": latin}), tmp_path / "latin.parquet")
+    assert_refused(tmp_path / "latin.parquet", tmp_path, "latin.parquet is not a readable parquet file .'utf-8' codec")
+
+
 def test_suffixes_ignore_case_and_what_is_left_out_is_named(tmp_path, capsys):
     write_jsonl(tmp_path / "a.JSONL", DOCUMENTS)
     write_jsonl(tmp_path / "b.ndjson", DOCUMENTS)
