@@ -3,7 +3,7 @@
     bash runs/countdown.sh --size=large      this and the following stages
     python train.py config/countdown_large.py
 
-14,409,088 parameters; 131.1M tokens, 2.6 epochs of 200,000 searches of 249 bytes on average, 26% of which
+14,409,088 parameters; 131.1M tokens, 2.63 epochs of 200,000 searches of 249 bytes on average, 26% of which
 fail.
 Memory, computed: 7.9 GiB at a micro-batch of 32 without torch.compile, which needs less.
 Time, computed: 3.8 minutes on one A100 at 30% MFU.
