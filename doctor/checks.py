@@ -456,17 +456,16 @@ def lengths_run_away(run):
         return None
     first = fmean(lengths[:MIN_LINES])
     now = fmean(lengths[-MIN_LINES:])
-    rewards = run.values("reward", run.steps)
-    if len(rewards) > MIN_LINES and fmean(rewards[-MIN_LINES:]) > fmean(rewards[:MIN_LINES]) + 0.05:
-        return None
-    if now > 2 * first and now > 0.5 * run.config.get("max_new_tokens", math.inf):
+    rises = {key: len(values) > MIN_LINES and fmean(values[-MIN_LINES:]) > fmean(values[:MIN_LINES]) + 0.05
+             for key in ("reward", "pass_at_1") for values in [run.values(key, run.steps)]}
+    if now > 2 * first and now > 0.5 * run.config.get("max_new_tokens", math.inf) and not rises["pass_at_1"]:
         remedies = [text for name, value, text in (
             ("overlong", "penalty", "penalise truncated ones with --overlong=penalty"),
             ("loss_type", "dr_grpo", "use a constant loss denominator with --loss_type=dr_grpo"))
             if run.config.get(name) != value] or ["let reward() charge for length"]
-        return (f"Completions grow from {first:.0f} to {now:.0f} tokens, although the reward does not rise: "
+        return (f"Completions grow from {first:.0f} to {now:.0f} tokens, although no more are right: "
                 f"{', and '.join(remedies)}.")
-    if now < first / 3:
+    if now < first / 3 and not rises["reward"]:
         return (f"Completions shrink from {first:.0f} to {now:.0f} tokens, so giving up early earns as much "
                 "as reasoning: see which completions are rewarded (python -m doctor.page).")
     return None

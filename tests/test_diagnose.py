@@ -347,8 +347,8 @@ def test_paid_truncation_and_answers_in_common_are_healthy(figures):
     ({}, {"truncated": 0.9, "truncated_score": 0.9}, "the reward does not ask for an end"),
     ({}, {"truncated": 0.9, "truncated_score": 0.1}, "raise --max_new_tokens"),
     ({"overlong": "penalty"}, {"truncated": 0.9, "truncated_score": 0.9}, "raise --max_new_tokens"), ({"tis_cap": 2.0}, {"logprob_gap": 0.3}, ""),
-    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step}, "rise: use a constant loss denominator"),
-    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step, "reward": lambda step: 0.1 + 0.03 * step}, ""),     # it learns to reason
+    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step}, "right: use a constant loss denominator"),
+    ({"overlong": "penalty"}, {"completion_tokens": lambda step: 20.0 + 5 * step, "pass_at_1": lambda step: 0.1 + 0.03 * step}, ""),  # it learns to reason
     ({"teacher": "t", "reward_weight": 0}, {"zero_variance": 0.97, "pass_at_1": 0.99, "kl": 0.05}, ""),
     ({"teacher": "t", "reward_weight": 0}, {"pass_at_1": 0.0, "reward": 0.0, "kl": 0.05}, ""),
     ({"mini_batches": 4}, {"skipped_steps": lambda step: 2 * step, "grad_norm": "inf"}, "30 of 60 updates"),
