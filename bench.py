@@ -15,7 +15,7 @@ work.
         slow verifiers in worker processes against the same verifiers in the calling process
 
 train.py, datagen.py and grpo.py run as processes, and the figures come from their logs: medians over the
-steps after a warm-up. Compared runs share weights or shapes, data and precision (of activations), and
+steps after a warm-up. Compared runs share weights or shapes, data and the precision of activations, and
 alternate. Each call writes its figures and the hardware and versions to bench_results/, as JSON.
 """
 import contextlib
@@ -242,8 +242,8 @@ def check(cfg):
         raise BadInput(f"--{modes[0]} and --{modes[1]} exclude each other: give one of them.")
     if modes and cfg.peers:
         raise BadInput(f"--{modes[0]} does not run peers: leave --peers out.")
-    one_process = cfg.stage in ("train", "sft") or torch.cuda.is_available()
-    if cfg.peers and one_process and (cfg.ranks or 1) > 1:
+    on_gpu = torch.cuda.is_available() and cfg.device in ("auto", "cuda")
+    if cfg.peers and (cfg.stage in ("train", "sft") or on_gpu) and (cfg.ranks or 1) > 1:
         raise BadInput("Peers train, and use a GPU, in one process: leave --ranks out.")
     for option in ("prompt_tokens", "varied_prompts", "verifier_ms"):
         if cfg.run and getattr(cfg, option) != getattr(Config, option):

@@ -212,8 +212,8 @@ class Comparison:
         return with_amount(command, self.state["amounts"][arm], self.task)
 
     def amount(self, arm, command):
-        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, by a
-        stage's first steps, or by one or two probes, as a question's seconds fall with their number."""
+        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run. A
+        stage is timed by its first steps, several by one or two probes: more questions take less time each."""
         base = self.state["runs"]["base-0"]
         few = PROBE_QUESTIONS if is_datagen(words_of(command)[0]) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few, self.task), 0, self.start(0))
@@ -221,7 +221,7 @@ class Comparison:
             ratio = seconds_at(self.out / "base-0", few) / seconds_at(folder, few)
             return max(1, round(base["steps"] * ratio))
         short = self.state["runs"][f"{arm}-probe"]["seconds"]
-        if short > base["seconds"] / 2:
+        if short > base["seconds"] / 2:      # one probe is near enough
             return max(1, round(few * base["seconds"] / short))
         self.run(f"{arm}-probe2", with_amount(command, 5 * few, self.task), 0, self.start(0))
         longer = self.state["runs"][f"{arm}-probe2"]["seconds"]

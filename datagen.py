@@ -36,6 +36,7 @@ from rollouts.accuracy import accuracy
 from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import task_errors, unseen_questions
 from rollouts.records import record_of
+from rollouts.verifier import code_of
 from runtime import config, distributed, guard, hardware, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
@@ -89,12 +90,6 @@ class Config:
 DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?")
 # options that may change when a run resumes
 MAY_CHANGE = ("output", "overwrite", "reward_workers", "device", "json")
-
-
-def code_of(task):
-    """Return the SHA-256 of the verifier: the task's file, the local files it imports, and tasks/_*.py."""
-    files = [*task.files, *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 # --- the log of attempts ---

@@ -294,6 +294,7 @@ def say(text):
         print(text, flush=True)
 
 
+# options of one kind of evaluation alone
 OF_TEXT = "block_size", "stride", "batch_size", "eval_tokens", "attention"
 OF_TASK = ("num_questions", "num_samples", "few_shot", "max_new_tokens", "temperature", "top_k", "top_p",
            "min_p", "seed", "deterministic", "reward_workers")
@@ -305,11 +306,10 @@ def main(argv):
     if not cfg.models or not (cfg.dataset or cfg.task):
         raise BadInput("Name a model and a text or a task: python eval.py MODEL --dataset=... or --task=...")
     cfg.task = tasks.spec_of(cfg.task)
-    kind, foreign = ("text", OF_TEXT) if cfg.task else ("task", OF_TASK)
-    for option in foreign:
+    for option in OF_TEXT if cfg.task else OF_TASK:
         if getattr(cfg, option) != getattr(Config, option):
-            other = "--task=" if cfg.task else "a text"
-            raise BadInput(f"--{option} is for a {kind}, not for {other}: leave it out.")
+            mistake = "a text, not for --task=" if cfg.task else "a task, not for a text"
+            raise BadInput(f"--{option} is for {mistake}: leave it out.")
     if not cfg.task and (len(cfg.models) > 1 or cfg.compare):
         raise BadInput("Models are compared only on a task: add --task=, or name one model.")
     if cfg.num_samples > 1 and not cfg.temperature:

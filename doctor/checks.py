@@ -44,6 +44,11 @@ class History:
         return "k_samples" in self.config
 
     @property
+    def trains_on_rewards(self):
+        """Whether rewards change the weights, not a teacher alone."""
+        return self.config.get("reward_weight") != 0
+
+    @property
     def recent(self):
         """The lines of the last RECENT_STEPS steps, at least MIN_LINES of them; [] if there are fewer."""
         if len(self.steps) < MIN_LINES:
@@ -143,8 +148,9 @@ def unsolved(run):
 
 def never_right(run):
     """No sample is ever correct, and nothing else is rewarded."""
-    unsure = run.samples() < MIN_SAMPLES or run.config.get("reward_weight") == 0
-    if run.mean("pass_at_1") != 0 or (run.mean("reward") or 0) > 0.05 or unsure:
+    if run.mean("pass_at_1") != 0 or (run.mean("reward") or 0) > 0.05 or run.samples() < MIN_SAMPLES:
+        return None
+    if not run.trains_on_rewards:
         return None
     sample = run.last("sample")
     shown = f" One sample: {excerpt(sample)}." if sample else ""
@@ -153,6 +159,8 @@ def never_right(run):
 
 def task_never_right(run):
     """No sample of a mixture's task is ever correct, and nothing else of it is rewarded."""
+    if not run.trains_on_rewards:
+        return None
     keys = {key for line in run.recent for key in line if key.endswith("/pass_at_1")}
     for name in sorted(key.removesuffix("/pass_at_1") for key in keys):
         groups, right, paid = ([number(line.get(f"{name}/{key}")) or 0 for line in run.recent]
@@ -264,7 +272,7 @@ def groups_alike(run):
     """Nearly all groups have zero variance."""
     share = run.mean("zero_variance")
     right = run.mean("pass_at_1")
-    if share is None or right is None or share < 0.9 or run.config.get("reward_weight") == 0:
+    if share is None or right is None or share < 0.9 or not run.trains_on_rewards:
         return None
     why = f"no sample is correct{unsolved(run)}"
     if right > 0.5:
@@ -449,6 +457,12 @@ def greedy_falls(run):
             "held-out ones: read the completions (python -m doctor.page).")
 
 
+def rises(run, key):
+    """Tell whether a metric is above that of the first steps by more than 0.05."""
+    values = run.values(key, run.steps)
+    return len(values) > MIN_LINES and fmean(values[-MIN_LINES:]) > fmean(values[:MIN_LINES]) + 0.05
+
+
 def lengths_run_away(run):
     """Completions become much longer or much shorter than at first."""
     lengths = run.values("completion_tokens", run.steps)
@@ -456,16 +470,15 @@ def lengths_run_away(run):
         return None
     first = fmean(lengths[:MIN_LINES])
     now = fmean(lengths[-MIN_LINES:])
-    rises = {key: len(values) > MIN_LINES and fmean(values[-MIN_LINES:]) > fmean(values[:MIN_LINES]) + 0.05
-             for key in ("reward", "pass_at_1") for values in [run.values(key, run.steps)]}
-    if now > 2 * first and now > 0.5 * run.config.get("max_new_tokens", math.inf) and not rises["pass_at_1"]:
+    limit = run.config.get("max_new_tokens", math.inf)
+    if now > 2 * first and now > 0.5 * limit and not rises(run, "pass_at_1"):
         remedies = [text for name, value, text in (
             ("overlong", "penalty", "penalise truncated ones with --overlong=penalty"),
             ("loss_type", "dr_grpo", "use a constant loss denominator with --loss_type=dr_grpo"))
             if run.config.get(name) != value] or ["let reward() charge for length"]
         return (f"Completions grow from {first:.0f} to {now:.0f} tokens, although no more are right: "
                 f"{', and '.join(remedies)}.")
-    if now < first / 3 and not rises["reward"]:
+    if now < first / 3 and not rises(run, "reward"):
         return (f"Completions shrink from {first:.0f} to {now:.0f} tokens, so giving up early earns as much "
                 "as reasoning: see which completions are rewarded (python -m doctor.page).")
     return None
@@ -618,11 +631,11 @@ def loss_spikes(run):
 def steps_skipped(run):
     """Many steps have gradients that are not finite."""
     skipped = run.last("skipped_steps") or 0
-    updates = run.config.get("inner_epochs", 1) * run.config.get("mini_batches", 1)
-    steps = (run.last("step") or 0) * updates
-    if skipped < 20 or skipped < 0.05 * steps:
+    in_step = run.config.get("inner_epochs", 1) * run.config.get("mini_batches", 1)
+    updates = (run.last("step") or 0) * in_step
+    if skipped < 20 or skipped < 0.05 * updates:
         return None
-    return (f"{skipped:.0f} of {steps:.0f} updates were skipped, since their gradients were not finite: "
+    return (f"{skipped:.0f} of {updates:.0f} updates were skipped, since their gradients were not finite: "
             f"lower --learning_rate={run.config.get('learning_rate')}, or train with --dtype=bf16 or fp32.")
 
 

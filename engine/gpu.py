@@ -25,7 +25,7 @@ class CUDAGraph:
                 with torch.cuda.stream(self.stream):
                     step()
                 current.wait_stream(self.stream)
-                torch._C._cuda_clearCublasWorkspaces()       # of which torch.compile's graphs free those
+                torch._C._cuda_clearCublasWorkspaces()     # torch.compile frees them: capture its own
                 with torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     step()
             except Exception:

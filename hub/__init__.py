@@ -39,9 +39,10 @@ class ModelSource:
                                "--tokenizer.")
             return tokenizer
         if not name:
+            tiktoken = self.about["model_type"] == "gpt2" and not self.has_tokenizer
             own = self.folder / "vocab.json"
-            is_openai = not own.exists() or read_json(own, "restore it").get("\u0120the") == 262
-            tiktoken = self.about["model_type"] == "gpt2" and not self.has_tokenizer and is_openai
+            if tiktoken and own.exists():    # another GPT-2's ids are not OpenAI's
+                tiktoken = read_json(own, "restore it").get("\u0120the") == 262
             name = "gpt2" if tiktoken else self.folder
         tokenizer = Tokenizer(name)
         if tokenizer.n_vocab > self.config.vocab_size:

@@ -1,4 +1,5 @@
 """Questions of a comparison, their answers by eval.py, its table, and the control with rewards at random."""
+import functools
 import json
 import zlib
 from pathlib import Path
@@ -11,6 +12,7 @@ from measure.intervals import points
 from measure.runs import aligned
 from rollouts import records
 from rollouts.questions import default_few_shot, normalized, questions_of, task_errors
+from rollouts.verifier import code_of
 from runtime import checkpoint
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -54,6 +56,7 @@ def same_start(state, model):
 
 # --- questions ---
 
+@functools.cache                             # each seed asks
 def at_most(spec, n):
     """Return n, or the number of the task's training questions if that is less."""
     if spec is None:
@@ -84,8 +87,7 @@ def draw_questions(spec, n, seed, folder, exact=False):
         raise BadInput(f"--exact: {spec} tolerates no answer that is not exact: leave it out.")
     texts = {question["question"]: question for question in reversed(drawn)}
     questions = [*texts.values()][::-1]      # eval.py asks each text once
-    code = zlib.crc32(b"".join(file.read_bytes() for file in task.files))    # another verifier, other answers
-    path = folder / f"questions-{seed}-{code:08x}.jsonl"
+    path = folder / f"questions-{seed}-{code_of(task)[:8]}.jsonl"            # another verifier, other answers
     content = "".join(json.dumps(question) + "\n" for question in questions).encode()
     if path.exists() and path.read_bytes() != content:
         raise BadInput(f"{path} has other questions than {spec} draws now: choose another --out_dir= "

@@ -6,7 +6,7 @@
 A figure has only the keys that apply to it: `low` and `high` are the least and the most, `values` those of
 the seeds or repeats, `others` the peers measured in turn, the one with the least ratio first, `baseline` this
 project without the change, `more` other measurements of the same run, `promised` the gain on GPUs that this
-project's guides expect. `ratio` is the median of ratios of runs in turn. `limit` is arithmetic: operations at
+project's guides expect. `ratio` is the median over paired runs. `limit` is arithmetic: operations at
 the measured speed of large products, weights and KV cache at the measured memory bandwidth (M1 to M5). Small
 models stay far below it, because dispatching an operation takes longer than running it.
 """

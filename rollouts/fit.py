@@ -26,7 +26,7 @@ def fit_update(cfg, run, worst, context, other_bytes, reference):
     Reference, or None."""
     hw = run.hardware
     bytes_to_come = optim.pending_bytes(run.optimizers) + other_bytes
-    if hw.device.type == "cuda":             # and for the engine, with slots for a fair speed
+    if hw.device.type == "cuda":             # reserve room for the engine, which is made afterwards
         slots = min(64, samples_per_rank(cfg))
         bytes_to_come += hw.sampling_dtype.itemsize * run.model.n_params()
         bytes_to_come += cache_bytes(run.model.config, slots, context, hw.sampling_dtype)

@@ -146,7 +146,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     for c in completions:
         parts = {f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()}
         for name, value in (parts | {f"figures/{name}": x for name, x in c.grade.figures.items()}).items():
-            counts.update({name: value, f"with {name}": 1})                  # some tasks may not have it
+            counts.update({name: value, f"with {name}": 1})          # of a mixture not every task has it
     for update in updates:
         counts.update({name: float(value) for name, value in update.sums.items()})
     largest_gap = 0.0

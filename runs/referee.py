@@ -66,16 +66,17 @@ def decide(cfg, trees):
     for seed in range(cfg.seeds):
         try:
             runs.run_all(seed)
+            if seed + 1 < intervals.FEWEST:
+                continue
             runs.running = "candidate"       # its records may be unreadable
             shares, seconds, _ = runs.figures()
         except (config.BadInput, guard.Failure, LookupError, ValueError, ArithmeticError) as e:
             if runs.running != "candidate" or re.search(OUTSIDE, str(e)):
                 raise
             return f"failed  {type(e).__name__}: {e}"
-        if seed + 1 >= intervals.FEWEST:
-            figures = compare.verdicts(cfg, shares, seconds)[0]["candidate", "base"]
-            if figures["verdict"] != "tie" or is_hopeless(figures, cfg):
-                break
+        figures = compare.verdicts(cfg, shares, seconds)[0]["candidate", "base"]
+        if figures["verdict"] != "tie" or is_hopeless(figures, cfg):
+            break
     return (f"{figures['verdict']:6}  {intervals.points(figures)}, {seed + 1} seeds, "
             f"{seconds['candidate']:,.0f} s, best {seconds['base']:,.0f} s")
 

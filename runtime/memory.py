@@ -144,12 +144,11 @@ def fit(run, sizes, attempt, advice):
         elif distributed.on_any_rank(failure is not None):
             if not hardware.compile:
                 raise failure or Failure("Another rank failed at its first step.", alone=False)
-            reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0]
-            reason = reason if failure else "on another rank"
+            reason = "on another rank"
+            if failure:
+                reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0]
             run.log.say(f"torch.compile failed ({reason}): training continues without it.")
             hardware.compile = False
-            for optimizer in run.optimizers:
-                optimizer.is_compiled = False        # of Muon
         else:
             run.state.micro_batch = size
             model.share_gradients()

@@ -21,8 +21,12 @@ class Muon(torch.optim.Muon):
     """torch.optim.Muon with the same state, and the same results up to rounding. It orthogonalises matrices
     of one shape as a batch, since dispatch dominates small products (16 matrices 128 wide, two Zen 5 cores:
     4.0 ms instead of 8.0)."""
-    is_compiled = False
-    in_fp32 = False                          # for a run in fp32 on a CPU
+    hardware = None                          # the run's, without which it is eager and in bf16
+
+    @property
+    def is_compiled(self):
+        device = self.param_groups[0]["params"][0].device
+        return bool(self.hardware and self.hardware.compile and device.type in COMPILE_ON)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -52,7 +56,7 @@ class Muon(torch.optim.Muon):
         weights = [parallel.local(p) for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov momentum
-        dtype = muon_dtype(weights[0].device, self.in_fp32)
+        dtype = muon_dtype(weights[0].device, bool(self.hardware) and self.hardware.dtype == "fp32")
         updates = torch.stack(updates)
         if dtype != torch.float16:           # before normalisation fp16's range is too narrow
             updates = updates.to(dtype)
@@ -131,10 +135,7 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)]
     if hidden:
         optimizers.append(Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum))
-        if hardware:
-            optimizers[-1].in_fp32 = hardware.dtype == "fp32"
-            device = next(iter(trained.values())).device
-            optimizers[-1].is_compiled = hardware.compile and device.type in COMPILE_ON
+        optimizers[-1].hardware = hardware
     return optimizers
 
 

@@ -200,9 +200,9 @@ class Run(RunState):
             evaluate()
             self.stopping = self.stopping or self.stop.requested()
         evaluated_late = self.stopping and self.val_loss is not None
-        epoch_ends = self.epoch_steps and self.step % self.epoch_steps == 0
-        if (self.due(self.cfg.save_interval) and not (self.nonfinite.in_a_row and self.step < self.num_steps)
-                or self.new_best or evaluated_late or epoch_ends or self.out_of_patience()):
+        due = self.due(self.cfg.save_interval) or self.epoch_steps and self.step % self.epoch_steps == 0
+        failing = self.nonfinite.in_a_row and self.step < self.num_steps     # a rollback needs older weights
+        if due and not failing or self.new_best or evaluated_late or self.out_of_patience():
             self.save()
 
     def catch_up(self, evaluate):

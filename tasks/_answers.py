@@ -14,10 +14,10 @@ WORDS |= _numbers.SCALES | {"half": 2, "quarter": 4, "once": 1, "twice": 2, "dou
 WORDS |= {"triple": 3, "minute": 60, "hour": 60, "day": 24, "week": 7, "year": 12}
 
 
-def find(completion):
+def find(completion, pattern=ANSWER):
     """Return the match of the first <answer>...</answer> or None. A long text is read at both ends."""
     longest = _numbers.LONGEST_TEXT
-    return ANSWER.search(completion[:longest]) or ANSWER.search(completion[-longest:])
+    return pattern.search(completion[:longest]) or pattern.search(completion[-longest:])
 
 
 def answer(completion, asked=None):

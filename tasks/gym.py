@@ -11,7 +11,7 @@ import io
 import re
 
 from runtime.usage import load_package
-from tasks import _numbers, _questions
+from tasks import _answers, _numbers, _questions
 
 INSTRUCTION = ("Think step by step. Then give the answer alone, in the form that is asked for, within "
                "<answer></answer>.")
@@ -153,14 +153,8 @@ def is_right(question, answer):
     return dataset(question["generator"]).score_answer(answer, item) == 1.0
 
 
-def answer_in(completion):
-    """Return the match of the first <answer></answer>, which of a long text is looked for at both ends."""
-    ends = completion[:_numbers.LONGEST_TEXT], completion[-_numbers.LONGEST_TEXT:]
-    return ANSWER.search(ends[0]) or ANSWER.search(ends[1])
-
-
 def reward(question, completion):
-    found = answer_in(completion)
+    found = _answers.find(completion, ANSWER)
     answer = found[1].strip() if found else ""
     answered = 0 < len(answer) <= LONGEST
     correct = answered and is_right(question, answer)

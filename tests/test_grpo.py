@@ -1017,6 +1017,10 @@ def test_a_step_without_finite_gradients_is_skipped(learn, monkeypatch):
     out = learn(max_steps=3, save_interval=1, keep_last=9)
     assert same(weights(out, 3), weights(out, 2)) and not same(weights(out, 2), weights(out, 1))
     assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1] and "step 3: non-finite gradients" in learn.said
+    spoil(monkeypatch, [3])
+    out = learn("longer", max_steps=4, save_interval=1, keep_last=9)
+    assert checkpoint.steps(out) == [1, 2, 4] and not same(weights(out, 4), weights(out, 2))
+    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1, 1]
 
 
 def test_after_several_it_rolls_back_once(learn, monkeypatch):

@@ -93,15 +93,14 @@ def find_files(path, text_key):
         has = f", only {', '.join(suffixes)}" if suffixes else ", as it is empty"
         raise BadInput(f"The dataset {path} holds no text that is read{has}: give a {KINDS} file, or a "
                        "folder of them.")
-    words = {}                               # {file: the name of a split in its relative path}
+    marks = {}                               # {file: the first name of a split in its relative path, or ""}
     for file in files:
         name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else ""
-        marks = re.findall(rf"(?<![^\W\d_])(train|test|{'|'.join(VALID_NAMES)})(?![^\W\d_])", name.lower())
-        words[file] = {*marks[:1]}           # the first: valid/train-station.txt is of the valid split
-    valid = [file for file in files if words[file] & {*VALID_NAMES}]
-    test = [file for file in files if "test" in words[file]]
-    train = [file for file in files if "train" in words[file]]
-    train = train or [file for file in files if not words[file] & {*VALID_NAMES, "test"}]
+        mark = re.search(rf"(?<![^\W\d_])(train|test|{'|'.join(VALID_NAMES)})(?![^\W\d_])", name.lower())
+        marks[file] = mark[1] if mark else ""
+    valid = [file for file in files if marks[file] in VALID_NAMES]
+    test = [file for file in files if marks[file] == "test"]
+    train = [file for file in files if marks[file] == "train"] or [file for file in files if not marks[file]]
     used = {*train, *valid, *test}
     left_out = [str(file.relative_to(path)) for file in found if file not in used]
     if left_out:

@@ -130,8 +130,8 @@ STAGES = (
     Stage("two-cards", f"{GPT2} --ranks=2", 40, 150, "train", "tokenizers", 2),
     Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", 30, 120,
           package="transformers"),
-    Stage("countdown", "runs/countdown.sh --size=large --asked=4000 --grpo_steps=30 --num_questions=250",
-          420, 600, package="matplotlib datasets tiktoken"),
+    Stage("countdown", "runs/countdown.sh --size=large --base_steps=1000 --asked=4000 --grpo_steps=20 "
+          "--num_questions=200", 300, 420, package="matplotlib datasets tiktoken"),
 )
 SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # resolved settings to record
 RUN_FIGURES = ("tokens_per_s", "mfu", "peak_memory_gb", "utilization", "loss", "reward", "val_loss",
