@@ -213,7 +213,7 @@ class Comparison:
 
     def amount(self, arm, command):
         """Return the steps, or questions of datagen.py, that take the seconds of the base's first run. A
-        stage is timed by its first steps, several by one or two probes: more questions take less time each."""
+        stage is timed by its first steps, several by one or two probes: more questions take less each."""
         base = self.state["runs"]["base-0"]
         few = PROBE_QUESTIONS if is_datagen(words_of(command)[0]) else min(PROBE_STEPS, base["steps"])
         folder = self.run(f"{arm}-probe", with_amount(command, few, self.task), 0, self.start(0))
