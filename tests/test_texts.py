@@ -104,6 +104,15 @@ def test_the_first_word_names_the_split(tmp_path, train, valid):
     assert prepared(tmp_path / "source", tmp_path) == [["one"], ["two"]]
 
 
+def test_a_linked_folder_is_named_as_left_out(tmp_path, capsys):
+    for name in ("source", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    (tmp_path / "source/books").symlink_to(tmp_path / "elsewhere")
+    prepared(tmp_path / "source", tmp_path)
+    assert ": books (" in capsys.readouterr().out
+
+
 def test_parquet_text_that_is_no_utf8_is_one_sentence(tmp_path):
     latin = pa.array([b"caf\xe9"] * 20, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": latin}), tmp_path / "latin.parquet")

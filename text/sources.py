@@ -80,16 +80,16 @@ def find_files(path, text_key):
         files = found
     else:
         hidden = re.compile(r"(^|/)\.")
-        found = sorted(file for file in path.rglob("*")
-                       if file.is_file() and not hidden.search(str(file.relative_to(path))))
-        usable = [file for file in found if suffix_of(file) in SUFFIXES]
+        found = sorted(file for file in path.rglob("*") if (file.is_file() or file.is_symlink())
+                       and not hidden.search(str(file.relative_to(path))))   # links are named, not followed
+        usable = [file for file in found if file.is_file() and suffix_of(file) in SUFFIXES]
         # A README, and Markdown or tables beside other files, usually describe them.
         files = [file for file in usable if file.stem.lower() != "readme"] or usable
         for suffix in (".csv", ".md"):
             files = [file for file in files if suffix_of(file) != suffix] or files
     files = [file for file in files if file.stat().st_size]      # not empty
     if not files:
-        suffixes = sorted({file.suffix or file.name for file in found if file.stat().st_size})[:5]
+        suffixes = sorted({file.suffix or file.name for file in found if file.lstat().st_size})[:5]
         has = f", only {', '.join(suffixes)}" if suffixes else ", as it is empty"
         raise BadInput(f"The dataset {path} holds no text that is read{has}: give a {KINDS} file, or a "
                        "folder of them.")
@@ -105,8 +105,8 @@ def find_files(path, text_key):
     left_out = [str(file.relative_to(path)) for file in found if file not in used]
     if left_out:
         more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, or not {KINDS}, or not marked "
-              "train as others are, or Markdown or a table beside other files).", flush=True)
+        print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, a linked folder, not {KINDS}, "
+              "not marked train as others are, or Markdown or a table beside other files).", flush=True)
     return {split: [source_of(file, text_key) for file in of_split]
             for split, of_split in (("train", train), ("valid", valid), ("test", test))}
 
