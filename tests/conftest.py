@@ -93,8 +93,14 @@ def run(out_dir, text, ranks=1, env=None, **options):
 def trained(out_dir, text, **options):
     """Like `run`, and assert success."""
     done = run(out_dir, text, **options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, failure(done)
     return done
+
+
+def failure(done):
+    """Return how a run failed: its ranks' exit codes, its last output, and the beginning and end of its errors."""
+    codes = getattr(done, "codes", [done.returncode])
+    return f"exit codes {codes}\n{done.stdout[-2000:]}{done.stderr[:4000]}\n...\n{done.stderr[4000:][-4000:]}"
 
 
 def called(main, argv):

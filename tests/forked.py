@@ -6,6 +6,7 @@ signals. Tests of the start itself (imports, torchrun's restarts, shell scripts)
 """
 import atexit
 import contextlib
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -62,6 +63,7 @@ def be_program(arguments, env, cwd, fds, new_session):
     sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(2)                   # a crash in native code prints its Python frames
     if "PYTHONWARNINGS" in env:
         warnings.simplefilter(env["PYTHONWARNINGS"])
     own = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -186,7 +188,9 @@ def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=N
                 output[i] = file.read().decode() if text else file.read()
     codes = [process.returncode for process in processes]
     code = codes[0] if len(codes) == 1 else int(any(codes))
-    return subprocess.CompletedProcess(command, code, *output)
+    done = subprocess.CompletedProcess(command, code, *output)
+    done.codes = codes                       # of the ranks; negative: the signal that ended one
+    return done
 
 
 # A `python` for shell scripts: it passes its arguments, environment, folder and open files on to `answer`.

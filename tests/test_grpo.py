@@ -835,12 +835,11 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, let
 
 def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(base, letters, tmp_path):
     out = tmp_path / "a"
-    start = [*forked.TORCHRUN, "--nproc_per_node=2", *command(out, base, letters, max_steps=100_000)[1:]]
-    process = forked.Popen(start, env=environment(), stdout=subprocess.DEVNULL)
+    line = command(out, base, letters, max_steps=100_000)
+    ranks = [forked.Popen(line, env=environment(**rank), stdout=subprocess.DEVNULL) for rank in forked.ranks_of(2)]
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 1)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGTERM)
-    process.wait(60)
+    ranks[1].terminate()
+    assert [rank.wait(60) for rank in ranks] == [143, 143]
     assert checkpoint.newest_intact(out) == lines(out)[-1]["step"]
 
 

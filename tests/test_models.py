@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import datagen
 import eval as evaluation
 import forked
 import hf
@@ -17,7 +18,7 @@ import local_hub
 import sample
 import tasks
 import train
-from conftest import ROOT, command, environment, flags, in_process, largest_difference, metrics, trained, weights
+from conftest import ROOT, called, command, environment, flags, in_process, largest_difference, metrics, trained, weights
 from hub import find, load
 from rollouts.pipeline import requests_of
 from runs import summary
@@ -29,6 +30,7 @@ from text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
+MAINS = {"datagen.py": datagen.main, "eval.py": evaluation.main, "hf.py": hf.main, "sample.py": sample.main}
 TUNE = dict(block_size=32, batch_size=4, max_steps=8, eval_interval=8, save_interval=4, log_interval=1, warmup_steps=2,
             learning_rate=0.003, keep_last=9, eval_tokens=640, dtype="fp32")
 
@@ -50,6 +52,9 @@ def tune(out_dir, text, source, **options):
 
 
 def start(name, *arguments, ranks=1, **options):
+    """Return what subprocess.run would of a script, in this process if it can be."""
+    if ranks == 1 and not options:
+        return called(MAINS[name], [str(argument) for argument in arguments])
     line = command("", ranks, name, defaults={})[:-1] + [str(argument) for argument in arguments]
     return forked.run(line, env=environment(), text=True, capture_output=True, timeout=120, **options)
 
@@ -455,10 +460,10 @@ def test_the_quickstarts_summary(tmp_path):
     for name in ("greedy", "sampled"):
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
     (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 140 130\nevaluation 155 140\n")
-    done = forked.run([sys.executable, "-m", "runs.summary", tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "50.0%" in done.stdout, done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [list(stage.values()) for stage in summary["stages"]] == [
+    said, _ = in_process(summary.main, [str(tmp_path)])
+    assert "50.0%" in said
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert [list(stage.values()) for stage in written["stages"]] == [
         ["base", 0.5, 0.5, 0.9, 60.0], ["rft", 0.7, 0.7, 0.9, 70.0], ["grpo", 0.8, 0.8, 0.9, 40.0]]
-    assert [*summary["stages"][0]] == ["name", "greedy", "sampled", "pass_at_8", "seconds"]
-    assert summary["total_seconds"] == 195.0 and summary["device"] and (tmp_path / "summary.png").stat().st_size > 5000
+    assert [*written["stages"][0]] == ["name", "greedy", "sampled", "pass_at_8", "seconds"]
+    assert written["total_seconds"] == 195.0 and written["device"] and (tmp_path / "summary.png").stat().st_size > 5000

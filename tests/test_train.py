@@ -139,12 +139,11 @@ def test_sigterm_to_the_whole_group_with_loader_processes_saves_too(tmp_path, te
 
 def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(tmp_path, text):
     out = tmp_path / "a"
-    process = forked.Popen(command(out, ranks=2, dataset=text, data_dir=tmp_path, max_steps=100_000, batch_size=4,
-                                   save_interval=10**6, eval_interval=10**6), env=environment(), stdout=subprocess.DEVNULL)
+    line = command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, batch_size=4, save_interval=10**6, eval_interval=10**6)
+    ranks = [forked.Popen(line, env=environment(**rank), stdout=subprocess.DEVNULL) for rank in forked.ranks_of(2)]
     wait_for(lambda: (out / "metrics.jsonl").exists() and metrics(out))
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
-    subprocess.run(["kill", "-TERM", children[-1]])
-    process.wait(60)
+    ranks[1].terminate()
+    assert [rank.wait(60) for rank in ranks] == [143, 143]
     assert checkpoint.newest_intact(out) == max(metrics(out))
 
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import forked
 import train
-from conftest import ROOT, environment, flags, metrics, run, trained, unknown
+from conftest import called, flags, metrics, run, trained, unknown
 from doctor import plot as curves
 from runtime import config, log
 from runtime.config import BadInput
@@ -16,8 +15,7 @@ from runtime.options import RunOptions
 
 
 def plot(*arguments):
-    return forked.run([sys.executable, "-m", "doctor.plot", *map(str, arguments)], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=120)
+    return called(curves.main, [str(argument) for argument in arguments])
 
 
 def test_tensorboard_gets_the_numbers_of_metrics_jsonl(tmp_path, text):
