@@ -187,7 +187,7 @@ def main(seed=0, base_steps=600, grpo_steps=100):
     train(model, lambda: list(map(document, questions("train", 128))), 1, base_steps, learning_rate=4e-3)
     evaluate("base")
     rows = verified(model, questions("train", 1000), oversample=4)
-    train(model, lambda: random.choices(rows, k=64), PROMPT, max_steps=10, learning_rate=1e-3)
+    train(model, lambda: random.choices(rows, k=64), PROMPT, max_steps=15, learning_rate=1e-3)
     evaluate("rft")
     grpo(model, grpo_steps, learning_rate=5e-4)
     evaluate("grpo")

@@ -113,7 +113,7 @@ def called(main, argv):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return subprocess.CompletedProcess(argv, ended.value.code, out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(argv, ended.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def in_process(main, argv, code=0):

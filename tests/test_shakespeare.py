@@ -10,7 +10,7 @@ from conftest import ROOT, metrics, near_the_seeds, options_of_the_curve, seeds
 from runtime import config
 from runtime.hardware import cpu_multiplies_bf16
 
-STEPS = 100 if cpu_multiplies_bf16() else 10     # on two cores a minute; in fp32 six seconds a step
+STEPS = 50 if cpu_multiplies_bf16() else 10      # half a minute on two cores; in fp32 six seconds a step
 RECIPE = ROOT / "config/shakespeare.py"
 
 

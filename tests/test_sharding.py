@@ -1,6 +1,5 @@
 """--parallel=fsdp: each rank has a slice of every tensor, and results equal those of one process."""
 import shutil
-import sys
 import weakref
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import forked
 import grpo
 import train
-from conftest import ROOT, TINY, environment, flags, largest_difference, metrics, run, trained, weights
+from conftest import ROOT, TINY, environment, failure, flags, in_process, largest_difference, metrics, run, trained, weights
 from model import GPT, GPTConfig
 from runtime import checkpoint, config, distributed, hardware, memory, parallel as sharding
 from runtime.config import BadInput
@@ -160,11 +159,10 @@ def test_grpo(both, tmp_path, knobs):
     (tmp_path / "letters.py").write_text(TASK)
     base, _ = both("muon")
     shared = GRPO | dict(init_from=base, task=tmp_path / "letters.py", max_steps=3, save_interval=1) | knobs
-    for name, ranks, parallel in (("one", 1, "ddp"), ("two", 2, "fsdp")):
-        start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
-        argv = flags(**shared, out_dir=tmp_path / name, parallel=parallel)
-        done = forked.run([*start, ROOT / "grpo.py", *argv], env=environment(), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-3000:]
+    in_process(grpo.main, flags(**shared, out_dir=tmp_path / "one"))
+    line = [*forked.TORCHRUN, "--nproc_per_node=2", ROOT / "grpo.py", *flags(**shared, out_dir=tmp_path / "two", parallel="fsdp")]
+    done = forked.run(line, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, failure(done)
     for key in ("reward", "loss", "kl", "grad_norm", "logprob_gap_max"):
         ours, theirs = metrics(tmp_path / "two", key), metrics(tmp_path / "one", key)
         assert ours.keys() == theirs.keys() and all(ours[s] == pytest.approx(theirs[s], abs=1e-4) for s in theirs), key

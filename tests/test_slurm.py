@@ -16,7 +16,7 @@ SCRIPT = ROOT / "runs/slurm_multinode.sh"
 def cluster(tmp_path):
     """Environment in which srun runs its command here, and scontrol notes what it is asked."""
     programs = {"srun": 'shift\nexec "$@"', "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/asked',
-                "python": f'exec {os.sys.executable} "$@"'}
+                "python": f'[[ "$*" != *--help ]] && exec {os.sys.executable} "$@"; echo --shutdown-timeout'}
     for name, text in programs.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)

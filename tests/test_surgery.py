@@ -1,7 +1,6 @@
 """PCGrad against the published algorithm, and in runs of grpo.py."""
 import math
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 import forked
 import grpo
-from conftest import ROOT, environment, flags, largest_difference, metrics, weights
+from conftest import ROOT, environment, failure, flags, in_process, largest_difference, metrics, weights
 from experimental.pcgrad import PCGrad, project
 from runtime import checkpoint
 from test_grpo import GRPO, TASK, base, learn, letters, lines, one_thread, same, write        # noqa: F401 (fixtures)
@@ -222,11 +221,10 @@ def test_a_mixture_resumes_bit_for_bit(learn, mixed):
 def test_ranks_agree_with_one_process(base, mixed, tmp_path, parallel):
     shared = GRPO | dict(init_from=base, task=mixed, max_steps=3, save_interval=1, surgery="pcgrad", eval_interval=3, eval_questions=6,
                          tokens_per_micro_batch=96)
-    for name, ranks in (("one", 1), ("two", 2)):
-        start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
-        argv = flags(**shared, out_dir=tmp_path / name, **(dict(parallel=parallel) if ranks == 2 else {}))
-        done = forked.run([*start, ROOT / "grpo.py", *argv], env=environment(), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-3000:]
+    in_process(grpo.main, flags(**shared, out_dir=tmp_path / "one"))
+    line = [*forked.TORCHRUN, "--nproc_per_node=2", ROOT / "grpo.py", *flags(**shared, out_dir=tmp_path / "two", parallel=parallel)]
+    done = forked.run(line, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, failure(done)
     for key in ("reward", "surgery/conflicts", "surgery/norm_before", "surgery/norm_after", "grad_norm"):
         ours, theirs = metrics(tmp_path / "two", key), metrics(tmp_path / "one", key)
         assert ours.keys() == theirs.keys() and all(ours[s] == pytest.approx(theirs[s], abs=1e-5) for s in theirs), key

@@ -274,8 +274,8 @@ def test_another_run_is_not_overwritten_and_another_architecture_not_resumed(tex
 
 def test_the_seconds_of_training_have_no_evaluation_in_them(tmp_path, text, monkeypatch):
     measure = train.validation_loss
-    monkeypatch.setattr(train, "validation_loss", lambda *arguments: time.sleep(3) or measure(*arguments))
+    monkeypatch.setattr(train, "validation_loss", lambda *arguments: time.sleep(1.5) or measure(*arguments))
     trained(tmp_path / "run", text, max_steps=4, eval_interval=2)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     (last,) = [line for line in lines if line["step"] == 4 and "lr" in line]
-    assert last["seconds"] < 3 and len([line for line in lines if "val_loss" in line]) >= 2
+    assert last["seconds"] < 1.5 and len([line for line in lines if "val_loss" in line]) >= 2
