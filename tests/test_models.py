@@ -370,6 +370,9 @@ def test_a_chat_model_is_told_the_instruction_wherever_it_is_asked_or_trained(so
     rft.write_text(json.dumps([["train 3", 7, "the cat e"], ["another", 7, "the cat e"]]))
     assert [prompt(example) for example in examples.read(rft, tokenizer)] == [told, tokenizer.prompt_ids("another")]
     assert prompt(examples.read(rft, tokenizer, instruction="Run.")[0]) == tokenizer.prompt_ids("train 3", "Run.")
+    for dataset in (rft, f"examples:{name}"):
+        with pytest.raises(BadInput, match="--prompt is for models without a chat template"):
+            examples.read(dataset, tokenizer, form="Q: {}")
     line = ["sample.py", source, "--prompt=train 3", "--num_samples=8", "--dtype=fp32", "--max_new_tokens=9"]
     shown = script(*line, f"--task={name}")
     assert shown == script(*line, "--system=Write.", "--stop=e") != script(*line, "--stop=e")

@@ -58,11 +58,11 @@ def read(dataset, tokenizer, form=None, instruction=None):
     {"prompt", "completion"}        the target is the completion; the prompt is whole
     {"messages": [{"role", "content"}, ...]}   the assistant's messages are targets, without "weight": 0
 
-    An object may have a "system" message. form: of questions for a model without a chat template; None: the
-    task's or the log's, else prompts.PROMPT. instruction: system message for a chat model; None: the task's
-    or the log's, else the template's.
+    form: of questions for a model without a chat template. instruction: system message for a chat model, that
+    objects may replace. None: the task's or the log's, else prompts.PROMPT or the template's.
     """
     if str(dataset).startswith(WORKED):
+        check_given(tokenizer, form, instruction)
         return worked_examples(dataset.removeprefix(WORKED), tokenizer, form, instruction)
     path = Path(dataset)
     all_rows = rows.read(path)
@@ -92,13 +92,15 @@ def read(dataset, tokenizer, form=None, instruction=None):
             raise BadInput(f"--prompt and --instruction are for questions, and row {number} of {path} has "
                            "whole prompts: leave them out.")
         examples.append(example)
-    check_instruction(tokenizer, instruction)
+    check_given(tokenizer, form, instruction)
     rows.report_unused(all_rows, path)
     return examples
 
 
-def check_instruction(tokenizer, instruction):
-    """Raise BadInput for an instruction to a model without a chat template."""
+def check_given(tokenizer, form, instruction):
+    """Raise BadInput for a prompt form to a model with a chat template, or an instruction to another."""
+    if form and tokenizer.is_chat:
+        raise BadInput("--prompt is for models without a chat template, which this one has: leave it out.")
     if instruction and not tokenizer.is_chat:
         raise BadInput("--instruction is a system message, and the model has no chat template: write it into "
                        "--prompt.")
@@ -106,7 +108,6 @@ def check_instruction(tokenizer, instruction):
 
 def worked_examples(name, tokenizer, form=None, instruction=None):
     """Return Examples of a task's training questions with its own solutions. form, instruction: see read."""
-    check_instruction(tokenizer, instruction)
     examples = []
     try:
         from tasks import _pool

@@ -29,9 +29,8 @@ def check_unmarked(tokenizer, text):
     """Raise ValueError if a chat template has already been applied to a prompt and would be applied again."""
     found = [token for token in TEMPLATE_TOKENS if token in text]
     if found and tokenizer.is_chat:
-        raise ValueError(f"the prompt {text[:40]!r} contains {found[0]}, so a chat template has already been "
-                         "applied; give the user's text alone, or convert examples to "
-                         '{"messages"} as docs/rft.md shows')
+        raise ValueError(f"the prompt {text[:40]!r} contains {found[0]} of a chat template already applied; "
+                         'give the user\'s text alone, or convert examples to {"messages"} (docs/rft.md)')
 
 
 @functools.cache
