@@ -2,7 +2,7 @@
 
     python train.py                                     a small model on generated text, on any machine
     python train.py --dataset=book.txt --out_dir=out/book
-    python train.py config/cpu_small.py --learning_rate=0.02
+    python train.py config/cpu_small.py --dataset=input.txt
     python train.py --dataset=book.txt --out_dir=out/book --resume=auto
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\

@@ -3,7 +3,7 @@
     python train.py config/quickstart.py --out_dir=out/base
 
 771,456 parameters; other options are train.py's defaults. Four query heads share one KV head: with a KV cache
-a quarter the size, sampling is 1.4 times as fast as with two full heads, at the same loss (docs/notes.md).
+a quarter the size, sampling is 1.4 times as fast as with two full heads, and as accurate (docs/notes.md).
 """
 dataset = "task:unit_conversion"
 out_dir = "out/base"

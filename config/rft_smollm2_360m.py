@@ -2,7 +2,8 @@
 
     python datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
     python train.py config/rft_smollm2_360m.py
-    python eval.py --compare HuggingFaceTB/SmolLM2-360M-Instruct out/rft_smollm2_360m --task=unit_conversion:3
+    python eval.py --compare HuggingFaceTB/SmolLM2-360M-Instruct out/rft_smollm2_360m \\
+        --task=unit_conversion:3 --few_shot=0
 
 64 examples a step: micro-batches of 32 and a learning rate of 6e-4 on a card with 70 GB or more,
 micro-batches of 16 and 2e-4 elsewhere. A micro-batch that does not fit is halved before the first step.

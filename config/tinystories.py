@@ -6,7 +6,7 @@
 14,409,088 parameters; 1048.6M tokens, about half of the text.
 Memory, computed: 7.9 GiB at a micro-batch of 128 without torch.compile, which needs less.
 Time, computed: 19.5 minutes on one A100 at 30% MFU.
-Not run on a GPU yet. Published: 0.71 bits a byte with 55M parameters, 1.07 with 1.1M (docs/benchmarks.md).
+Not run on a GPU yet. Published: 0.71 bits a byte with 55M parameters, 1.07 with 1.1M (docs/figures.json).
 """
 out_dir = "out/tinystories"
 dataset = "roneneldan/TinyStories"

@@ -1,4 +1,4 @@
-"""WikiText-2 with GPT-2's tokenizer on a laptop's CPU, in twenty minutes.
+"""WikiText-2 with GPT-2's tokenizer on a CPU: 16 minutes on two Zen 5 cores.
 
     python train.py config/wikitext2_cpu.py --dataset=folder      # a folder with train.txt and valid.txt
 
