@@ -59,7 +59,8 @@ class Config:
                                              # restart by torchrun or SLURM resumes)
     # questions
     split: Literal["train", "valid"] = "train"     # of the task's questions
-    num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
+    num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all, or
+                                             # the task's default
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
                                              # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model
     oversample: Count = 10                   # samples per question, at most

@@ -129,6 +129,8 @@ def prompt_of(cfg, tokenizer, question, task):
     """Return the ids of a question's prompt; task: its Task, or None."""
     text = question["question"]
     if task and (tokenizer.is_chat or not cfg.system):
+        if cfg.system == "" and tokenizer.is_chat:
+            return tokenizer.prompt_ids(text, "")
         instruction = cfg.system or instruction_of(tokenizer, task, question)
         return prompt_ids(tokenizer, text, task.prompt, instruction=instruction)
     return tokenizer.prompt_ids(text, cfg.system)
@@ -207,7 +209,10 @@ def sample_texts(cfg, name, hw, task, pool, question):
     source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load(device=hw.device)
-    prompt = prompt_of(cfg, tokenizer, question, task)
+    try:
+        prompt = prompt_of(cfg, tokenizer, question, task)
+    except ValueError as e:
+        raise config.BadInput(str(e)) from None
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))
@@ -261,7 +266,7 @@ def main(argv):
         for pair in (models, *zip(*texts)):
             print(columns(*pair, width), end="\n---\n")
         return
-    shown = cfg.prompt or (question["question"] and question["question"] + "\n")
+    shown = question["question"] + "\n" if task else question["question"]
     for text in texts[0]:
         print(shown + text, end="\n---\n")
 

@@ -16,7 +16,9 @@ def accuracy(grades):
     """
     samples = [grade for row in grades for grade in row]
     names = dict.fromkeys(name for grade in samples for name in grade.parts)
-    parts = {name: fmean(bool(grade.parts.get(name)) for grade in samples) for name in names}
+    # of a mixture, among the samples whose task has the part
+    having = {name: [grade for grade in samples if name in grade.parts or grade.error] for name in names}
+    parts = {name: fmean(bool(grade.parts.get(name)) for grade in having[name]) for name in names}
     shares = right_shares(grades)
     low, high = interval(shares, len(samples) / len(grades))
     fewest = min(map(len, grades))

@@ -358,7 +358,7 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
         seconds=state.seconds, utilization=run.hardware.busy(), joules=run.hardware.joules(), memory_gb=used,
         peak_memory_gb=peak, skipped_steps=state.skipped, questions=sum(stream.state.turns.values()),
-        epoch=max(n / len(stream.numbers[name]) for name, n in stream.state.turns.items()),
+        epoch=max(stream.state.turns.get(name, 0) / len(asked) for name, asked in stream.numbers.items()),
         epoch_s=seconds * len(stream) / cfg.prompts_per_step,
         **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "

@@ -43,7 +43,10 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
     for key, question in enumerate(questions):
         own = task.of(question)
         if own.name not in examples:
-            examples[own.name] = own.examples(few_shot) if few_shot else ()
+            try:
+                examples[own.name] = own.examples(few_shot) if few_shot else ()
+            except ValueError as e:
+                raise ValueError(f"{str(e).removesuffix('.')}; or give --few_shot=0.") from e
         others = [pair for pair in examples[own.name] if pair[0] != question["question"]]
         instruction = instruction_of(tokenizer, own, question)
         ids = prompt_ids(tokenizer, question["question"], own.prompt, others, instruction)
@@ -67,8 +70,9 @@ def context_for(cfg, task, requests, few_shot, source):
     """Return the context in tokens that the longest prompt and its completion need
     (text.prompts.context_of)."""
     longest = max(len(request.ids) for request in requests)
+    shorter = f"lower --few_shot, which is {few_shot}" if few_shot else "leave its question out"
     return context_of(longest, cfg.max_new_tokens, source.config.block_size,
-                      f"lower --few_shot, which is {few_shot}, or choose another model than {source.folder}",
+                      f"{shorter}, or choose another model than {source.folder}",
                       reply_tokens(cfg, task, source.config))
 
 

@@ -39,8 +39,6 @@ from itertools import islice
 from pathlib import Path
 
 from runtime.progress import ProgressLine
-from tasks import _mixture
-from tasks._mixture import next_task
 
 PROMPT = "Question: {}\n"
 SPLITS = ("train", "valid", "test")
@@ -71,11 +69,15 @@ def parts_of(spec):
     match = re.fullmatch(USER_FILE, spec)
     if match and Path(match[1]).is_file() and not all(is_known(name) for name in spec.split("+")):
         return {spec: 1}
-    return _mixture.parse(spec) if "+" in spec or "@" in spec else {spec: 1}
+    if "+" not in spec and "@" not in spec:
+        return {spec: 1}
+    from tasks import _mixture
+    return _mixture.parse(spec)
 
 
 def is_known(spec):
-    name = _mixture.WEIGHT.fullmatch(spec)
+    from tasks._mixture import WEIGHT
+    name = WEIGHT.fullmatch(spec)
     match = name and re.fullmatch(USER_FILE, name[1])
     return bool(name) and (name[1].partition(":")[0] in NAMES or bool(match) and Path(match[1]).is_file())
 
@@ -91,11 +93,23 @@ def spec_of(task):
     return "+".join(parts)
 
 
+def next_task(weights, counts):
+    """Return the name of {name: weight} whose turn is next, after counts {name: turns so far}.
+
+    Earliest deadline first among the tasks behind their share; ties go to the first task. No task is ever
+    more than one turn off its share."""
+    total = sum(counts.get(name, 0) for name in weights) + 1
+    everything = sum(weights.values())
+    behind = [name for name in weights if weights[name] * total > counts.get(name, 0) * everything]
+    return min(behind, key=lambda name: (counts.get(name, 0) + 1) / weights[name])
+
+
 def load(spec):
     """Return the Task of NAME[:ARGUMENT] or path/to/file.py[:ARGUMENT], or the Mixture of several. Raises
     LookupError, ValueError or OSError with a one-sentence message."""
     parts = parts_of(spec)
     if list(parts) != [spec]:
+        from tasks import _mixture
         return _mixture.Mixture(spec, {name: load_one(name) for name in parts})
     return load_one(spec)
 
@@ -308,10 +322,10 @@ class Task:
         with ProgressLine(f"getting {split} questions of {self.name}"):
             try:
                 found = self.ask(list, "questions", split, seed=seed, n=n)
-            except ValueError:                           # tasks may refuse an n that is too large
+            except ValueError as e:                      # tasks may refuse an n that is too large
                 if not fewer or n is None:
                     raise
-                found = self.ask(list, "questions", split, seed=seed, n=None)
+                found = self.ask(list, "questions", split, seed=seed, n=getattr(e, "most", None))
         for q in found:
             if not isinstance(q, dict) or not isinstance(q.get("question"), str) or "answer" not in q \
                     or not can_be_json(q):

@@ -5,6 +5,8 @@ import re
 from fractions import Fraction
 from functools import cached_property
 
+from tasks import next_task
+
 WEIGHT = re.compile(r"(.+?)(?:@([-+]?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
 
 
@@ -25,17 +27,6 @@ def parse(spec):
         raise ValueError(f"All weights of the mixture {spec} are zero: give one task more than 0.")
     whole = math.lcm(*(weight.denominator for weight in weights.values()))
     return {name: int(weight * whole) for name, weight in weights.items()}
-
-
-def next_task(weights, counts):
-    """Return the name of {name: weight} whose turn is next, after counts {name: turns so far}.
-
-    Earliest deadline first among the tasks behind their share; ties go to the first task. No task is ever
-    more than one turn off its share."""
-    total = sum(counts.get(name, 0) for name in weights) + 1
-    everything = sum(weights.values())
-    behind = [name for name in weights if weights[name] * total > counts.get(name, 0) * everything]
-    return min(behind, key=lambda name: (counts.get(name, 0) + 1) / weights[name])
 
 
 class Mixture:
@@ -104,12 +95,12 @@ class Mixture:
         found = {}
         for name in weights if n is None else counts:
             found[name] = self.tagged(name, self.tasks[name].questions(split, seed, counts.get(name), fewer))
+            if not found[name] and split == "train":
+                raise ValueError(f"The task {name} of the mixture {self.name} has no {split} questions: leave "
+                                 "it out, or give it the weight 0.")
         return interleave(found, weights)
 
     def tagged(self, name, questions):
-        if not questions:
-            raise ValueError(f"The task {name} of the mixture {self.name} has no such questions: leave it "
-                             "out, or give it the weight 0.")
         if any("domain" in question for question in questions):
             raise ValueError(f'The questions of {name} already have a "domain", a key reserved for mixtures: '
                              "rename it.")

@@ -136,7 +136,8 @@ def with_words(value, currency, unit, asked):
         if word.lower() in ALTER:                    # `$20 four months from now`
             unit = unit.partition(word)[0]
             break
-    return value if all(_units.allows(asked, text) for text in (currency, unit)) else None
+    allowed = abs(value) <= MOST and all(_units.allows(asked, text) for text in (currency, unit))
+    return value if allowed else None
 
 
 def written(text):

@@ -35,8 +35,10 @@ def distinct(draw, split, seed, n=None, most=None):
         share = most() * (0.8 if split == "train" else 0.1)
         share += 6 * math.sqrt(share)        # six standard deviations of the hash split
         if wanted > share:
-            raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most "
-                             f"{share:.0f}: lower --num_questions.")
+            refused = ValueError(f"{n} questions of the split {split} were asked for, and there are at most "
+                                 f"{share:.0f}: lower --num_questions.")
+            refused.most = min(int(share), 100_000)      # to draw until there are no more
+            raise refused
     with ProgressLine(f"drawing {split} questions", wanted, "questions") as line:
         while len(found) < wanted and idle < PATIENCE:
             key, question = draw(rng)

@@ -8,6 +8,7 @@ The wording is ours, the tags are TinyZero's.
 
 The answer is graded as in countdown.py: parsed, each number used once, exact value. Unlike TinyZero, which
 pays a tenth for it, the format alone earns nothing."""
+import random
 from functools import lru_cache
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def everything(argument):
 
 def questions(split, seed=0, n=None, argument=None):
     return _questions.sample(everything(argument)[split], seed, n)
+
+
+def examples(n):
+    """Return n fixed pairs of split train with numbers as countdown.py draws them."""
+    rng = random.Random("examples")
+    found = {}
+    while len(found) < n:
+        key, drawn = countdown.draw(rng, 3)
+        if _questions.split_of(key) == "train":
+            asked = ASKED.format(numbers=drawn["numbers"], target=drawn["answer"])
+            found[key] = asked, f"<think>{drawn['worked']}</think>\n<answer> {drawn['expression']} </answer>"
+    return list(found.values())
 
 
 def reward(question, completion):

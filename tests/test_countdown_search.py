@@ -424,6 +424,9 @@ def test_the_data_set_s_rows_are_questions(rows, tmp_path):
                               ("<think>1</think><answer>98</answer>", 0), ("<answer>44 + 35 + 19 + 0</answer>", 0), ("44 + 35 + 19", 0),
                               ("<answer>44 + 35</answer><answer>44 + 35 + 19</answer>", 0), ("", 0), ("<answer>" * 10_000, 0)):
         assert task.reward(question, completion)[0] == score, completion
+    for asked_of, answer in task.examples(4):
+        numbers, target = re.search(r"numbers (\[.*?\]) that equals (\d+)", asked_of).groups()
+        assert task.reward({"numbers": json.loads(numbers), "answer": target}, answer)[0] == 1 and "<think>" in answer
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
     file = tmp_path / "rows.parquet"

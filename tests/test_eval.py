@@ -52,6 +52,12 @@ def test_a_task_without_the_part_answered_has_no_answer_rate():
     assert accuracy(graded([None]))["parts"] == {}
 
 
+def test_a_part_is_a_share_of_the_samples_whose_task_has_it():
+    one, other, broken = Grade(1.0, {"numbers": True}, "", None), Grade(1.0, {"reasoned": True}, "", None), Grade(0.0, {}, "", "no")
+    assert accuracy([[one], [other], [other]])["parts"] == {"numbers": 1, "reasoned": 1}
+    assert accuracy([[one], [other], [broken]])["parts"] == {"numbers": 1 / 2, "reasoned": 1 / 2}
+
+
 @pytest.mark.parametrize("n, k", [(1, 1), (5, 2), (6, 4), (7, 7)])
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n, k):
     for n_right in range(n + 1):

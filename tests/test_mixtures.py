@@ -126,13 +126,22 @@ def test_what_can_not_be_mixed_is_a_sentence(base, spec, said, tmp_path, capsys)
 
 @pytest.mark.parametrize("change, said", [
     ('"answer": "t"}', 'The questions of .* already have a "domain"'),
-    ("[:n]", "of the mixture .* has no such questions"),
+    ("[:n]", "of the mixture .* has no train questions"),
 ], ids=["own domain", "nothing"])
 def test_questions_that_can_not_be_mixed(tmp_path, change, said):
     other = {'"answer": "t"}': '"answer": "t", "domain": "x"}', "[:n]": "[:0]"}[change]
     path = write(tmp_path, TASK.replace(change, other))
     with pytest.raises(ValueError, match=said):
         tasks.load(f"{path}+{write(tmp_path, TASK, 'b.py')}").questions("train", n=10, fewer=True)
+
+
+def test_a_task_without_validation_questions_is_left_out_of_them(tmp_path):
+    path = write(tmp_path, TASK.replace("[:n]", "[:n] if split == 'train' else []"))
+    assert not tasks.load(str(path)).questions("valid") and tasks.load(str(path)).questions("train")
+    other = write(tmp_path, TASK, "b.py")
+    mixture = tasks.load(f"{path}+{other}")
+    assert {*domains_of(mixture.questions("train", n=10))} == {str(path), str(other)}
+    assert {*domains_of(mixture.questions("valid", n=10, fewer=True))} == {str(other)}
 
 
 # --- the stream ---

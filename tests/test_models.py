@@ -261,6 +261,7 @@ def test_sampling_errors_are_one_sentence_on_any_rank(tuned):
 def test_a_prompt_is_the_question_of_one_task(tuned):
     with pytest.raises(BadInput, match="several tasks: name the one"):
         sample.main([str(tuned), "--task=math:0+code:0", "--prompt=1 + 1?"])
+    refused(sample.main, "a chat template already applied", tuned, task="math:0", prompt="<|im_start|>1 + 1?")
 
 
 def test_interactive_answers_line_by_line_and_a_stop_text_ends_a_sample(tuned):
@@ -374,7 +375,7 @@ def test_a_chat_model_is_told_the_instruction_wherever_it_is_asked_or_trained(so
         with pytest.raises(BadInput, match="--prompt is for models without a chat template"):
             examples.read(dataset, tokenizer, form="Q: {}")
     line = ["sample.py", source, "--prompt=train 3", "--num_samples=8", "--dtype=fp32", "--max_new_tokens=9"]
-    shown = script(*line, f"--task={name}")
+    shown = script(*line, f"--task={name}").replace("train 3\n", "train 3")         # which ends the question's line
     assert shown == script(*line, "--system=Write.", "--stop=e") != script(*line, "--stop=e")
 
 

@@ -288,6 +288,15 @@ def test_science_reasoning_may_be_in_other_words(kind, given, answer, texts):
             1.0, dict.fromkeys(("answered", "correct", "reasoned"), True)), text
 
 
+def test_atoms_may_be_named_by_their_symbol():
+    """Of which C, F and K are also units of temperature."""
+    for element, n in {"C": 3, "K": 6, "O": 9}.items():
+        q = {"question": f"How many {element} atoms are in 3 K2CO3?", "kind": "atoms", "given": ["K2CO3", {"K": 2, "C": 1, "O": 3}, element, 3],
+             "answer": str(n)}
+        paid = [science.reward(q, f"<answer>{text}</answer>")[0] for text in (f"{n} {element}", f"{n}{element}", f"{n} {element}2", f"{n + 1} {element}")]
+        assert paid == [1, 1, 0, 0]
+
+
 def test_science_asks_for_a_unit_in_one_order_that_can_be_read_in_one_way():
     rng = random.Random(0)
     drawn = [science.draw_unit(rng, level)[0] for level in (1, 2) for _ in range(2000)]
