@@ -96,8 +96,8 @@ class Mixture:
         for name in weights if n is None else counts:
             found[name] = self.tagged(name, self.tasks[name].questions(split, seed, counts.get(name), fewer))
             if not found[name] and split == "train":
-                raise ValueError(f"The task {name} of the mixture {self.name} has no train questions: leave it "
-                                 "out, or give it the weight 0.")
+                raise ValueError(f"The task {name} of the mixture {self.name} has no train questions: leave "
+                                 "it out, or give it the weight 0.")
         return interleave(found, weights)
 
     def tagged(self, name, questions):
