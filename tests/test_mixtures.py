@@ -325,3 +325,12 @@ def test_a_model_is_pretrained_on_a_mixture(tmp_path):
     (folder,) = tmp_path.glob("task-arithmetic-2-countdown-2-bytes-*")
     text = (folder / "valid_00000.bin").read_bytes().decode("utf-16-le", "replace")
     assert text.count("Use each of the numbers") == 500 and text.count("Question: ") >= 1500
+
+
+def test_a_weight_may_become_zero_on_resume(learn, tmp_path):
+    names = [str(write(tmp_path, TASK, name)) for name in ("a.py", "b.py")]
+    rows = [{"prompt": f"{word} {i}", "answer": "t", "domain": name} for i in range(12) for word, name in zip(("the", "cat"), names)]
+    dataset = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "q.jsonl")
+    run = learn("run", task="+".join(names), dataset=dataset, max_steps=2, save_interval=2)
+    learn("run", argv=["--init_from=resume", f"--out_dir={run}", f"--task={names[0]}+{names[1]}@0", "--max_steps=3"])
+    assert [line["step"] for line in lines(run)] == [1, 2, 3] and f"{names[1]}/reward" not in lines(run)[-1]
