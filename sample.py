@@ -160,7 +160,8 @@ def talk(cfg, model, tokenizer, hw, task, pool):
                 ids = prompt_of(cfg, tokenizer, question, task)
             environment = environment_of(task, tokenizer, pool, question, len(history))
             printer.environment = environment
-            engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
+            context = max(4096, 2048 + cfg.max_new_tokens)         # positions of a conversation
+            engine = engine or make_engine(cfg, model, tokenizer, hw, task, context, 1)
             sampling = dataclasses.replace(engine.sampling, temperature=cfg.temperature)
             request = Request(ids, key=len(history), max_new_tokens=cfg.max_new_tokens)
             for sample in engine.generate([request], printer.show_progress, sampling, environment):
