@@ -3,6 +3,7 @@ import json
 import math
 import zlib
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from engine import Engine, Sampling
 from model import GPT, GPTConfig
 from rollouts import accuracy as statistics_of_grades
 from rollouts.accuracy import accuracy, difference, interval, mean_score, pass_at
-from rollouts.pipeline import Pipeline, ask, requests_of
+from rollouts.pipeline import Pipeline, ask, context_for, requests_of
 from rollouts.questions import questions_of
 from runtime.config import BadInput
 from runtime.log import for_json
@@ -50,6 +51,21 @@ def test_a_task_without_the_part_answered_has_no_answer_rate():
     found = accuracy(graded([1], [0], [None]))
     assert found["answer_rate"] is None and found["parts"] == {"correct": 1 / 3} and found["errors"] == 1
     assert accuracy(graded([None]))["parts"] == {}
+
+
+def test_without_worked_examples_the_way_out_is_named(tmp_path):
+    (tmp_path / "own.py").write_text("def reward(question, completion): return 1.0\n"
+                                     "def questions(split): return [dict(question='6 * 7?', answer='42')] * 9")
+    question = {"question": "1 + 1?", "answer": "2"}
+    with pytest.raises(ValueError, match="has no solution.*; or give --few_shot=0"):
+        requests_of(Tokenizer("bytes"), tasks.load(str(tmp_path / "own.py")), [question], few_shot=4)
+
+
+@pytest.mark.parametrize("few_shot, advice", [(0, "leave its question out, or choose"), (2, "lower --few_shot, which is 2, or choose")])
+def test_a_prompt_that_is_too_long_says_what_helps(few_shot, advice):
+    source = SimpleNamespace(config=SimpleNamespace(block_size=8), folder="out/a")
+    with pytest.raises(BadInput, match=advice):
+        context_for(SimpleNamespace(max_new_tokens=4), SimpleNamespace(responds=False), [SimpleNamespace(ids=[1] * 9)], few_shot, source)
 
 
 def test_a_part_is_a_share_of_the_samples_whose_task_has_it():

@@ -377,6 +377,7 @@ def test_a_chat_model_is_told_the_instruction_wherever_it_is_asked_or_trained(so
     line = ["sample.py", source, "--prompt=train 3", "--num_samples=8", "--dtype=fp32", "--max_new_tokens=9"]
     shown = script(*line, f"--task={name}").replace("train 3\n", "train 3")         # which ends the question's line
     assert shown == script(*line, "--system=Write.", "--stop=e") != script(*line, "--stop=e")
+    assert script(*line, f"--task={name}", "--system=").replace("train 3\n", "train 3") == script(*line, "--system=", "--stop=e") != shown
 
 
 def shell(script, *arguments):
