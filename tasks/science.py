@@ -230,9 +230,9 @@ def reward(question, completion):
             right = plain(question["answer"])
         is_reasoned = len(text) <= LONGEST and reasoned(question, text)
     else:
-        if question.get("kind") == "atoms":              # C, F and K are also units
-            element = question["given"][2]
-            completion = re.sub(rf"(<answer ?>[\s\d,.]*\d) ?{element}(?=\s*</answer)", r"\1", completion)
+        if question.get("kind") == "atoms" and "given" in question:          # C, F and K are also units
+            symbol = rf"((?i:<answer ?>)[\s\d,.]*\d) ?{question['given'][2]}(?=\s*</)"
+            completion = re.sub(symbol, r"\1", completion)
         value = _answers.answer(completion, _answers.asked_unit(question))
         right = int(question["answer"])
         is_reasoned = len(text) <= LONGEST and _answers.reasoned(question, completion, value)
