@@ -134,7 +134,7 @@ def test_the_commands_of_all_scripts_have_only_known_options(tmp_path):
     stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/commands\n')
     stub.chmod(0o755)
     found = scripts(tmp_path)
-    assert [*found] == ["reference", "small", "narrow"]
+    assert [*found] == ["reference", "small", "brief"]
     for path in found.values():
         done = subprocess.run(["bash", path, "--out_dir=out", "--seed=3"], env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"})
         assert done.returncode == 0
