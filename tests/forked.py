@@ -50,6 +50,7 @@ class Inherited:
 
 def be_program(arguments, env, cwd, fds, new_session):
     """Run `python *arguments` in this process."""
+    multiprocessing.set_start_method("fork", force=True)     # else its loader processes have a fork server, and outlive it
     gc.freeze()                              # a collection would look at, and copy, what PyTorch's import made
     os.environ.clear()
     os.environ.update(env)
