@@ -54,7 +54,7 @@ class Config:
                                              # NAME+NAME
     compare: bool = False                    # compare each model with the first; implied by several models
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500, of a dataset all;
-                                             # None: all; whatever the seed
+                                             # None: all, or the task's default; whatever the seed
     num_samples: Count = 1                   # samples per question
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: 0 with
                                              # a dataset, a grpo.py run's own, 4 for a Hugging Face model,

@@ -128,9 +128,7 @@ class Printer:
 def prompt_of(cfg, tokenizer, question, task):
     """Return the ids of a question's prompt; task: its Task, or None."""
     text = question["question"]
-    if task and (tokenizer.is_chat or not cfg.system):
-        if cfg.system == "" and tokenizer.is_chat:
-            return tokenizer.prompt_ids(text, "")
+    if task and (cfg.system != "" if tokenizer.is_chat else not cfg.system):
         instruction = cfg.system or instruction_of(tokenizer, task, question)
         return prompt_ids(tokenizer, text, task.prompt, instruction=instruction)
     return tokenizer.prompt_ids(text, cfg.system)

@@ -10,15 +10,15 @@ def accuracy(grades):
 
     Returns figures in [0, 1] and three counts. accuracy: mean over questions of the share of right samples,
     with 95% interval accuracy_low to accuracy_high; pass_at_k: {str(k): probability that at least one of k
-    samples is right} for k = 1, 2, 4, ..., num_samples; parts: {name: share of samples for which it holds};
-    answer_rate: the share of the part "answered", or None; verified: share of samples fit for training;
-    questions, samples, errors: counts.
+    samples is right} for k = 1, 2, 4, ..., num_samples; parts: {name: share of samples for which it holds,
+    of those that have it}; answer_rate: the share of the part "answered", or None; verified: share of samples
+    fit for training; questions, samples, errors: counts.
     """
     samples = [grade for row in grades for grade in row]
     names = dict.fromkeys(name for grade in samples for name in grade.parts)
-    # of a mixture, among the samples whose task has the part
-    having = {name: [grade for grade in samples if name in grade.parts or grade.error] for name in names}
-    parts = {name: fmean(bool(grade.parts.get(name)) for grade in having[name]) for name in names}
+    parts = {}
+    for name in names:                       # of a mixture not every task has it
+        parts[name] = fmean(bool(g.parts.get(name)) for g in samples if name in g.parts or g.error)
     shares = right_shares(grades)
     low, high = interval(shares, len(samples) / len(grades))
     fewest = min(map(len, grades))

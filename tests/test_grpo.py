@@ -26,7 +26,7 @@ import grpo
 import hub
 import tasks
 import train
-from conftest import ROOT, environment, flags, in_process, largest_difference, metrics, trained, unknown, wait_for, weights
+from conftest import ROOT, environment, failure, flags, in_process, largest_difference, metrics, trained, unknown, wait_for, weights
 from engine import Engine, Request, Sample
 from layers.logprobs import chunk_logprobs
 from model import GPT, GPTConfig, IGNORE
@@ -709,7 +709,7 @@ def in_ranks(folder, argvs):
     script = write(folder, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo\nfrom runtime import distributed, guard\n"
                    f"for argv in {list(argvs.values())!r}:\n    assert grpo.main(argv) == 0\ndistributed.close()\n", "several.py")
     done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", str(script)], env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, failure(done)
     return done.stdout
 
 

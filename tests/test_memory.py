@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import forked
-from conftest import command, count_graphs, environment, metrics, run, trained, weights
+from conftest import command, count_graphs, environment, failure, metrics, run, trained, weights
 from model import GPT, GPTConfig
 from runtime import distributed, hardware, memory
 from runtime.config import BadInput
@@ -80,7 +80,7 @@ def test_torchrun_restart_resumes_from_the_checkpoint(plenty, text, tmp_path):
     start.insert(start.index("--standalone"), "--max-restarts=1")
     env = environment(ROWS="4", CALLS="12", ROWS_LATER="2", ONLY_RANK="1")
     done = forked.run(start, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, failure(done)
     assert "Rank 1 ran out of memory at step" in done.stderr and "steps 10 to 20" in done.stdout
     assert losses_agree(tmp_path / "a", plenty) and not (tmp_path / "a/retry.json").exists()
 
