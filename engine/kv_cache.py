@@ -63,9 +63,9 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    device_type: cpu, cuda or mps. graphs: decoding steps are CUDA graphs. by_length: a row reads its
-    own positions by engine/triton_attention.py, without a mask. On a CPU the cache `grows`:
-    T follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
+    device_type: cpu, cuda or mps. graphs: decoding steps are CUDA graphs. by_length: a row reads its own
+    positions (engine/fused_step.py), so a step needs no groups. On a CPU the cache `grows`: T follows the
+    positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
     """
 
     def __init__(self, model, slots, context, *, device_type, deterministic, graphs, by_length=False):
@@ -206,9 +206,6 @@ class KVCache:
     def decode(self, positions, groups):
         """Return each layer's attention function for next tokens at positions [B]; see decode_layer."""
         layers = zip(self.k, self.v)
-        if self.by_length:
-            from engine.triton_attention import decode_attention
-            return [partial(decode_attention, cache=layer, positions=positions) for layer in layers]
         masks = []
         for first, last, length in groups:
             masks.append((slice(first, last), self.mask(positions[first:last], length)))

@@ -46,7 +46,7 @@ class ModelRunner:
     deterministic: bool = False
     poll: int | None = None                  # steps between two reads of results; None: 8 on a GPU, else 1
     cuda_graphs: bool = True                 # on a GPU
-    by_length: bool = True                   # decode by engine/triton_attention.py where it runs
+    fused: bool = True                       # decode by engine/fused_step.py where it runs
     half_weights: bool = False               # on an x86 CPU in fp32: keep a large model's matrices in fp16
 
     @torch.inference_mode(False)
@@ -63,19 +63,19 @@ class ModelRunner:
             raise ValueError(f"slots={self.slots} and poll={self.poll} must be at least 1, "
                              f"and context={self.context} at least 2.")
         self.cuda_graphs = self.cuda_graphs and self.device_type == "cuda"
-        self.by_length = self.by_length and self.can_attend_by_length()
+        self.fused = self.fused and self.can_fuse()
         self.half_weights &= takes_half_weights(model.n_params(), self.device_type, self.dtype)
         self.build_model()
         self.load(model)
         self.allocate(self.slots or slots_that_fit(self.config, self.context, self.dtype, self.device))
 
-    def can_attend_by_length(self):
-        """Return whether engine/triton_attention.py runs: not in fp32, whose products tensor cores round."""
+    def can_fuse(self):
+        """Return whether engine/fused_step.py runs: not in fp32, whose products tensor cores round."""
         if (self.device_type != "cuda" or self.dtype == torch.float32 or self.config.mixer != "softmax"
                 or self.deterministic or not find_spec("triton")):
             return False
-        from engine.triton_attention import can_attend
-        return can_attend(self.device, self.dtype, self.config.head_dim)
+        from engine import fused_step
+        return fused_step.works(self.config, self.device, self.dtype)
 
     @property
     def format(self):
@@ -95,6 +95,9 @@ class ModelRunner:
         self.head = pack_linears(self.model, self.device_type, self.dtype, self.half_weights)
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
         self.model.fill_rope_tables(self.dtype)
+        if self.fused:
+            from engine import fused_step
+            fused_step.merge_gates(self.model)
 
     @torch.no_grad()
     def load(self, model):
@@ -129,7 +132,7 @@ class ModelRunner:
             if self.config.mixer == "softmax":
                 self.cache = KVCache(self.model, slots, self.context, device_type=self.device_type,
                                      deterministic=self.deterministic, graphs=self.cuda_graphs,
-                                     by_length=self.by_length)
+                                     by_length=self.fused)
             else:
                 from engine.state_cache import StateCache
                 self.cache = StateCache(self.config, slots, device)
@@ -293,11 +296,7 @@ class ModelRunner:
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups, without waiting for the device."""
         tokens, positions = self.state[:, :B]
-        attentions = self.cache.decode(positions, groups)
-        # On a GPU this selects the fused kernel that takes a mask.
-        with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
-            h = self.model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0]
-        logits = self.model.logits(h, self.head)
+        logits = self.model.logits(self.next_hidden(tokens, positions, groups), self.head)
         if self.device.type == "mps":                        # no float64
             logits = logits.cpu()
         noise = self.noise[:B].gather(1, positions[:, None].to(self.noise.device))[:, 0]
@@ -307,3 +306,13 @@ class ModelRunner:
         tokens.copy_(ids)
         positions.add_(1).clamp_(max=self.context - 1)       # finished rows run until the next decode()
         self.step_index += 1
+
+    def next_hidden(self, tokens, positions, groups):
+        """Return final hidden states [B, C] of tokens [B] at positions [B]."""
+        if self.fused:
+            from engine import fused_step
+            return fused_step.hidden(self.model, tokens, positions, self.cache.k, self.cache.v)
+        attentions = self.cache.decode(positions, groups)
+        # On a GPU this selects the fused kernel that takes a mask.
+        with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
+            return self.model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0]

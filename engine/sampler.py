@@ -127,18 +127,21 @@ def invert(p, u):
     if V <= 512:
         sums = p.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(sums, u[:, None] * sums[:, -1:])[:, 0]
-    size = 128 if V % 256 == 128 else 256    # padding Qwen's 151,936 ids takes two thirds of a draw
-    if V % size:
-        p = F.pad(p, (0, -V % size))
-    p = p.unflatten(1, (-1, size))
-    sums = p.sum(-1).double().cumsum(-1)                     # up to the end of each block
+    size = 256
+    rest = V % size                          # not padded: a copy of Qwen's p takes two thirds of a draw
+    sums = p[:, :V - rest].unflatten(1, (-1, size)).sum(-1)
+    if rest:
+        sums = torch.cat((sums, p[:, -rest:].sum(-1, keepdim=True)), 1)
+    sums = sums.double().cumsum(-1)                          # up to the end of each block
     target = (u * sums[:, -1])[:, None]
     block = torch.searchsorted(sums, target)
     block = block.clamp_(max=sums.shape[1] - 1)              # NaN would be past the end
     before = F.pad(sums, (1, 0)).gather(1, block)
     # The target's share of its block lies in (0, 1]: an id of probability 0 is never reached.
     share = (target - before) / (sums.gather(1, block) - before)
-    sums = p.gather(1, block[..., None].expand(-1, -1, size))[:, 0].double().cumsum(-1)
+    ids = block * size + torch.arange(size, device=p.device)
+    in_block = p.gather(1, ids.clamp(max=V - 1)).masked_fill_(ids >= V, 0)
+    sums = in_block.double().cumsum(-1)
     return (block * size + torch.searchsorted(sums, share * sums[:, -1:]))[:, 0]
 
 

@@ -100,7 +100,7 @@ def engine_figures(case, engine, rate, hw, log):
     log(f"{rate / limit:.0%} of the limit of {limit:,.0f}, MBU {mbu:.0%}; {engine.format}; {shares}; "
         f"a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f})")
     return {"work": f"{P}x{case.samples}", "tokens_per_s": rate, "limit": limit, "mbu": mbu,
-            "step_ms": 1e3 * step, "floor_ms": 1e3 * floor, "by_length": engine.runner.by_length,
+            "step_ms": 1e3 * step, "floor_ms": 1e3 * floor, "fused": engine.runner.fused,
             "format": engine.format} | {f"{part}_s": value for part, value in parts.items()}
 
 

@@ -56,7 +56,10 @@ def slots_beside_update(cfg, run, worst, context, other_bytes, saved):
     hw = run.hardware
     rows = worst.rows(run.state.micro_batch, context)
     bytes_to_come = optim.pending_bytes(run.optimizers) + other_bytes
-    needed = sum(memory.parts(run.model, hw, rows, context, bytes_to_come).values())
+    parts = memory.parts(run.model, hw, rows, context, bytes_to_come)
+    if cfg.distill == "forward":             # a second forward pass of the model, and the teacher's logits
+        parts["teacher"] = parts["activations"] + parts["head"]
+    needed = sum(parts.values())
     needed += hw.sampling_dtype.itemsize * run.model.n_params()
     most = slots_that_fit(run.model.config, context, hw.sampling_dtype, hw.device, needed)
     slots = min(most, saved or most, samples_per_rank(cfg))

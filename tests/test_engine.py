@@ -1,4 +1,5 @@
 """The engine samples the same ids as the plain model, in any batch."""
+import importlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import engine
+import kernels_on_cpu
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
 from layers.packed import HalfPacked, Packed
@@ -252,30 +255,56 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
     assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.runner.graphs) == 4
 
 
-def attend_by_length(q, k, v, cache, positions):
-    """Compute what engine/triton_attention.py does, without synchronizing."""
-    B, _, K, D = k.shape
-    for past, new in zip(cache, (k, v)):
-        past[torch.arange(B), :, positions] = new[:, 0]
-    keys, values = (past[:B] for past in cache)
-    T = keys.shape[2]
-    scores = torch.einsum("bkgd,bktd->bkgt", q.view(B, K, -1, D), keys) * D**-0.5
-    unused = torch.arange(T) > positions[:, None, None, None]
-    return torch.einsum("bkgt,bktd->bkgd", scores.masked_fill(unused, -torch.inf).softmax(-1), values).reshape(B, 1, -1, D)
+@pytest.fixture
+def fused_step(monkeypatch):
+    """engine/fused_step.py with PyTorch's functions in place of Triton's kernels, which tests/test_triton.py compares."""
+    monkeypatch.setitem(sys.modules, "engine.triton_kernels", kernels_on_cpu)
+    monkeypatch.delitem(sys.modules, "engine.fused_step", raising=False)
+    monkeypatch.delattr("engine.fused_step", raising=False)
+    yield importlib.import_module("engine.fused_step")
+    del engine.fused_step, sys.modules["engine.fused_step"]
 
 
 @on_a_gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_by_lengths_equals_masked_attention(monkeypatch, shape):
-    """Check the kernel's arguments, in graphs and with refilled rows; the kernel itself needs a GPU."""
-    monkeypatch.setitem(sys.modules, "engine.triton_attention", SimpleNamespace(decode_attention=attend_by_length))
-    model, found = make(**SHAPES[shape]), []
-    for by_length in (False, True):
-        monkeypatch.setattr(ModelRunner, "can_attend_by_length", lambda runner: by_length)
-        engine = Engine(model, slots=6)
-        found.append(sampled(engine, requests(12, new=lambda i: (7 * i) % 20 + 1)))
-        assert by_length == engine.runner.by_length == (len({groups for _, groups, _ in engine.runner.graphs}) == len({B for B, *_ in engine.runner.graphs}))
-    assert_same(*found)
+def test_the_fused_step_equals_the_model(monkeypatch, shape, graphs, fused_step):
+    """Also in graphs, with refilled rows and with new weights."""
+    old, new = make(**SHAPES[shape]), make(**SHAPES[shape])
+    with torch.no_grad():
+        for p in new.parameters():
+            p.mul_(1.1)
+    found = []
+    for fused in (False, True):
+        monkeypatch.setattr(ModelRunner, "can_fuse", lambda runner: fused)
+        engine = Engine(old, slots=6, cuda_graphs=graphs)
+        found.append([])
+        for model in (old, new):
+            engine.load(model)
+            found[-1].append(sampled(engine, requests(12, new=lambda i: (7 * i) % 20 + 1)))
+        assert bool(graphs) == bool(engine.runner.graphs)
+        if graphs:                           # without a mask a step has one shape for any length
+            lengths = {groups for _, groups, _ in engine.runner.graphs}
+            assert fused == engine.runner.fused == (len(lengths) == len({B for B, *_ in engine.runner.graphs}))
+    for plain, fused in zip(*found):
+        assert_same(plain, fused)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_that_compute_something_else_are_noticed(monkeypatch, shape, fused_step):
+    config = make(rope_theta=50.0, **SHAPES[shape]).config
+    state = torch.get_rng_state()
+    assert fused_step.distance(config, torch.device("cpu"), torch.float32) < 1e-5
+    assert torch.equal(state, torch.get_rng_state())
+    cases = {"no rotation": lambda qkv, cache, positions, rope, norm: kernels_on_cpu.decode_attention(qkv, cache, positions, None, norm),
+             "no norm": lambda qkv, cache, positions, rope, norm: kernels_on_cpu.decode_attention(qkv, cache, positions, rope),
+             "the first block of keys": lambda qkv, cache, positions, *rest:
+                 kernels_on_cpu.decode_attention(qkv, [x[:, :, :64] for x in cache], positions.clamp(max=63), *rest)}
+    used = {"no rotation": config.position == "rope", "no norm": config.qk_norm, "the first block of keys": True}
+    for case, kernel in cases.items():
+        monkeypatch.setattr(fused_step, "kernels", SimpleNamespace(**vars(kernels_on_cpu) | {"decode_attention": kernel}))
+        assert (fused_step.distance(config, torch.device("cpu"), torch.float32) > fused_step.TOLERANCE) == used[case], case
 
 
 @on_a_gpu
@@ -301,15 +330,14 @@ def test_the_sizes_of_graphs():
 
 
 @on_a_gpu
-def test_attention_by_lengths_needs_16_bits(monkeypatch):
+def test_the_fused_step_needs_16_bits(monkeypatch, fused_step):
     model = make(n_head=4, n_kv_head=2)
-    kernel = SimpleNamespace(can_attend=lambda device, dtype, head_dim: True, decode_attention=attend_by_length)
-    monkeypatch.setitem(sys.modules, "engine.triton_attention", kernel)
+    monkeypatch.setattr(fused_step, "works", lambda config, device, dtype: True)
 
     def chosen(**options):
-        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).runner.by_length
+        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).runner.fused
     monkeypatch.setattr("engine.runner.find_spec", lambda name: name)
-    assert chosen() and not chosen(by_length=False)
+    assert chosen() and not chosen(fused=False)
     assert not chosen(deterministic=True) and not chosen(dtype=torch.float32)
     monkeypatch.setattr("engine.runner.find_spec", lambda name: None)
     assert not chosen()
@@ -336,6 +364,14 @@ def test_a_layer_of_a_decoding_step_has_few_kernels(shape, most, monkeypatch):
     two = decode_kernels(2, **SHAPES[shape])
     three = decode_kernels(3, **SHAPES[shape])
     assert three - two <= most and two - 2 * most <= 32
+
+
+@on_a_gpu
+@pytest.mark.parametrize("shape, most", [("default", 8), ("grouped", 8), ("gpt2", 10)])
+def test_a_layer_of_the_fused_step_has_eight_kernels(shape, most, monkeypatch, fused_step):
+    monkeypatch.setattr(ModelRunner, "can_fuse", lambda runner: True)
+    two = decode_kernels(2, **SHAPES[shape])
+    assert decode_kernels(3, **SHAPES[shape]) - two == most and two - 2 * most <= 32
 
 
 @on_a_cpu
@@ -623,7 +659,8 @@ def test_draws_are_the_same_with_and_without_blocks():
     p, u = torch.randn(500, 512).mul(3).softmax(-1), torch.rand(500, dtype=torch.float64)
     p[:, ::3] = 0
     few, many, more = (invert(F.pad(p, (0, n)), u) for n in (0, 1, 128))
-    assert few.equal(many) and few.equal(more) and (p.gather(1, few[:, None]) > 0).all() and len(few.unique()) > 100
+    behind = invert(F.pad(p, (188, 0)), u) - 188             # the last 188 ids are less than a block
+    assert few.equal(many) and few.equal(more) and few.equal(behind) and (p.gather(1, few[:, None]) > 0).all() and len(few.unique()) > 100
 
 
 @pytest.mark.parametrize("s", [Sampling(), Sampling(temperature=0.5), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(min_p=0.2),

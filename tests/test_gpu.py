@@ -150,33 +150,6 @@ def loss_of(model, device):
     return model.loss(*inputs(device))
 
 
-@pytest.mark.parametrize("heads, kv_heads, D", [(6, 6, 64), (6, 2, 128), (5, 1, 32)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_by_lengths(dtype, heads, kv_heads, D, card, record_property):
-    """One query a row, over as many positions as the row has, from a cache with more rows and positions."""
-    pytest.importorskip("triton")
-    if card.type != "cuda":
-        pytest.skip("Triton needs a GPU")
-    from engine.triton_attention import can_attend, decode_attention
-    if not can_attend(card, DTYPES[dtype], D):
-        assert torch.cuda.get_device_capability(card) < (8, 0)
-        pytest.skip("the kernel needs an A100 or newer")
-    torch.manual_seed(0)
-    positions = torch.tensor([0, 63, 64, 299, 17], device=card)
-    cache = torch.randn(2, 7, kv_heads, 300, D).to(card, DTYPES[dtype])
-    q, k, v = torch.randn(5, 1, heads + 2 * kv_heads, D).to(card, DTYPES[dtype]).split((heads, kv_heads, kv_heads), 2)
-    keys, values = cache[:, :5].clone()
-    for past, new in ((keys, k), (values, v)):
-        past[torch.arange(5), :, positions] = new[:, 0]
-    found = decode_attention(q, k, v, cache, positions)
-    assert torch.equal(cache[:, :5], torch.stack((keys, values)))
-    future = torch.arange(300, device=card) > positions[:, None]
-    mask = torch.zeros(5, 300, dtype=torch.float64, device=card).masked_fill(future, -math.inf)[:, None, None]
-    expected = exact_attention(q.double(), keys.transpose(1, 2).double(), values.transpose(1, 2).double(), mask)
-    record_property("error", off(found, expected))
-    assert off(found, expected) < ATTENTION_OFF[dtype]
-
-
 def logprobs_of(model, device):
     """The one place where tests that are marked gpu ask for log-probabilities: of rows that continue two prompts."""
     x, y = inputs(device)
@@ -184,6 +157,15 @@ def logprobs_of(model, device):
     prompts = Prompts(x[:2, :30], torch.tensor([30, 17], device=device), torch.tensor([0, 1, 1], device=device), kept)
     logprobs, _ = model.token_logprobs(x, y, 0.9, prompts)
     return -logprobs.sum()
+
+
+def divergence_of(model, device):
+    """The divergence from a teacher of another width, after the same prompts; and the cross entropy."""
+    x, y = inputs(device)
+    prompts = Prompts(x[:2, :30], torch.tensor([30, 17], device=device), torch.tensor([0, 1, 1], device=device))
+    target_index = (y.flatten() != IGNORE).nonzero()[:, 0]
+    teacher = make("gpt2", n_embd=32).to(device)
+    return sum(model.divergence(teacher, x, y, 0.9, prompts, target_index))
 
 
 def loss_and_gradients(what, model, device, dtype):
@@ -205,7 +187,7 @@ def on_the_cpu(what, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("what", [loss_of, logprobs_of])
+@pytest.mark.parametrize("what", [loss_of, logprobs_of, divergence_of])
 def test_loss_and_gradients(what, attention, shape, dtype, card, record_property):
     expected_loss, expected = on_the_cpu(what, shape)
     loss, gradients = loss_and_gradients(what, make(shape, attention).to(card), card, dtype)

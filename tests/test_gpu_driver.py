@@ -215,6 +215,7 @@ def test_speeds(forks, monkeypatch, tmp_path, capsys):
     assert train["settings"]["micro_batch"] == 2 and {"optimizer_s", "mfu", "peak_memory_gb"} <= train.keys()
     case = lines["generate-gpt2"]["figures"]
     assert case["step_ms"] > case["floor_ms"] > 0 and case["host_share"] < 1 and case["mbu"] > 0   # of runs of 0.01 s: may be negative
+    assert lines["grpo"]["figures"]["aim"] == "1,250.0 completions/s" and train["aim"] == "MFU 45.0%" and "aim" not in case
     assert lines["grpo"]["figures"]["rollout_s"] > 0 and lines["grpo"]["figures"]["completions_per_s"] > 0
     said = capsys.readouterr().out
     assert "times train-eager" in said and "loss off by 0.00%" in said and "| generate-gpt2 | 2x2 |" in said

@@ -3,10 +3,11 @@ weights, out of memory."""
 import pytest
 import torch
 
-from engine import Engine, Sampling
+from engine import Engine, Request, Sampling
 from engine.runner import ModelRunner
 from recorded import Recorded
-from test_engine import GREEDY, SHAPES, assert_same, logits_of, logprobs_at, make, requests, sampled
+from test_engine import GREEDY, SHAPES, assert_same, logits_of, logprobs_at, make, prompts, requests, sampled
+from test_episodes import STOP, Replies
 
 pytestmark = pytest.mark.gpu
 ASKED = requests(8, 2, lambda key: 3 + 5 * key)         # more samples than slots, of unequal lengths
@@ -69,13 +70,14 @@ def test_deterministic_is_bitwise_in_any_batch(dtype, card):
         assert_same(alone, {key: together[key] for key in alone}, 0)
 
 
-@pytest.mark.parametrize("dtype, by_length", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
-                         ids=["fp32", "bf16", "bf16 by lengths"])
-def test_logprobs_equal_training(dtype, by_length, card, record_property):
+@pytest.mark.parametrize("shape", ["default", "grouped"])
+@pytest.mark.parametrize("dtype, fused", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+                         ids=["fp32", "bf16", "bf16 fused"])
+def test_logprobs_equal_training(dtype, fused, shape, card, record_property):
     """In bf16 compare means: a single logprob is sometimes off by 0.1."""
-    model = on(card, n_head=4, n_kv_head=2, n_embd=128)
-    engine = Engine(model, 5, dtype=dtype, by_length=by_length)
-    if by_length and not engine.runner.by_length:
+    model = on(card, **SHAPES[shape] | dict(n_embd=128))
+    engine = Engine(model, 5, dtype=dtype, fused=fused)
+    if fused and not engine.runner.fused:
         pytest.skip("Triton does not run here")
     differences = []
     for sample in samples_of(engine).values():
@@ -85,6 +87,29 @@ def test_logprobs_equal_training(dtype, by_length, card, record_property):
     differences = torch.cat(differences)
     record_property("error", differences.mean().item())
     assert differences.mean() < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_a_common_beginning_is_computed_once(card, monkeypatch):
+    """A system message, or worked examples."""
+    beginning = [(7 * i) % 100 for i in range(40)]
+    asked = [Request(beginning + p[:60], 2, i, 10) for i, p in enumerate(prompts(6))]
+    engine = Engine(on(card), slots=12, sampling=GREEDY)
+    found = samples_of(engine, asked)
+    assert engine.runner.prefix == beginning
+    monkeypatch.setattr("engine.runner.DEVICE_TYPE_OVERRIDE", None)
+    assert_same(found, samples_of(Engine(make(), slots=12, sampling=GREEDY, deterministic=True), asked), 1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_episodes_equal_the_cpu(shape, card, monkeypatch):
+    """Samples that go on behind replies of several lengths, some of which come later."""
+    sampling = Sampling(stop=STOP)
+    late = iter(range(10**6))
+    found = sampled(Engine(on(card, **SHAPES[shape]), slots=5, sampling=sampling), ASKED, environment=Replies(late=lambda: next(late) % 4))
+    monkeypatch.setattr("engine.runner.DEVICE_TYPE_OVERRIDE", None)
+    expected = sampled(Engine(make(**SHAPES[shape]), slots=5, sampling=sampling), ASKED, environment=Replies())
+    assert_same(found, expected, 1e-4)
+    assert any(s.forced for s in found.values()) and all(found[key].forced == s.forced for key, s in expected.items())
 
 
 @pytest.mark.parametrize("where", ["prefill", "eager step", "first run", "capture", "later capture"])

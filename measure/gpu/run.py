@@ -57,6 +57,7 @@ class Stage(NamedTuple):
     package: str = ""                        # required packages
     cards: int = 1
     download: str = ""                       # skipped if this file is not there and the hub can't be reached
+    aims: dict = {}                          # {check, or "" for each: (figure, expected value)}
 
 
 TRAIN = "bench.py --stage=train --repeats=1"
@@ -71,7 +72,7 @@ SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
 GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --steps=3 --repeats=1"
 GENERATE = "bench.py --stage=generate --repeats=1"
 PYTEST = "-m pytest -v -m gpu -p no:cacheprovider tests/test_gpu.py"
-GPU_ENGINE = PYTEST.replace("test_gpu", "test_gpu_engine")
+GPU_ENGINE = PYTEST.replace("test_gpu", "test_gpu_engine") + " tests/test_triton.py"
 # of bytes, 9.8M tokens, less than one pass over WikiText-2; then the perplexity of the validation split
 TEXT = "train.py config/a100_fast.py --dataset={text} --tokenizer=bytes --max_steps=300 --eval_interval=100"
 CLIMBS = "test_reinforcement_learning_climbs"
@@ -83,8 +84,8 @@ STAGES = (
     Stage("compiled", f"{PYTEST} -k compiled_is_eager", 30, 120, package="pytest"),
     Stage("rl", f"{PYTEST} -k '{CLIMBS} and not compiled'", 20, 90, package="pytest"),
     Stage("rl-compiled", f"{PYTEST} -k '{CLIMBS} and compiled'", 90, 240, package="pytest"),
-    Stage("engine", GPU_ENGINE, 15, 90, package="pytest"),
-    Stage("grpo", GRPO, 35, 120, package="tokenizers"),
+    Stage("engine", GPU_ENGINE, 30, 120, package="pytest"),
+    Stage("grpo", GRPO, 35, 120, package="tokenizers", aims={"": ("completions_per_s", 1250)}),
     Stage("grpo-compiled", f"{GRPO} --compile=true", 45, 150, "grpo", "tokenizers"),
     Stage("correctness", f"{PYTEST} -k 'not compiled_is_eager and not {CLIMBS} and not ({COMPILES})'", 40,
           120, package="pytest"),
@@ -95,6 +96,8 @@ STAGES = (
       for name in ("a100_max", "a100_mega")),
     Stage("a100_fast-compiled", f"{TRAIN} config/a100_fast.py --steps=20", 60, 150, "a100_fast",
           "tokenizers"),
+    Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", 25, 90,
+          aims={"64x1": ("tokens_per_s", 40_000)}),
     Stage("correctness-compiled", f"{PYTEST} -k '{COMPILES}'", 90, 240, package="pytest"),
     # Muon and AdamW after the same tokens
     Stage("text-muon", TEXT, 90, 300, download="{text}"),
@@ -110,13 +113,12 @@ STAGES = (
     Stage("ceilings", "-m measure.gpu.checks ceilings", 10, 60),
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
     Stage("train-eager", f"{GPT2} --compile=false", 25, 120, package="tokenizers"),
-    Stage("train", GPT2, 40, 150, "train-eager", "tokenizers"),
-    Stage("train-64x1", f"{TRAIN} config/gpt2_124m.py --batch_size=64 --gradient_accumulation_steps=1", 40,
-          150, "train", "tokenizers"),
+    Stage("train", GPT2, 40, 150, "train-eager", "tokenizers", aims={"": ("mfu", 0.45)}),
+    Stage("train-64x1", f"{TRAIN} config/gpt2_124m.py --batch_size=64 --gradient_accumulation_steps=1 "
+          "--loss_chunks=1", 40, 150, "train", "tokenizers", aims={"": ("mfu", 0.48)}),
     Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
           25, 90),
-    Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", 25, 90),
     Stage("grpo-360m", f"{GRPO} --model=smollm2-360m", 45, 150, package="tokenizers"),
     Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
     Stage("train-350m", GPT2_350M, 45, 150, package="tokenizers"),
@@ -170,6 +172,7 @@ SHOWN = {
     "sampled": "sampled {:.1%}",
     "loss_off": "loss off by {:.2%}",
     "over_generate": "{:.1f} times transformers' generate",
+    "aim": "aim {}",
 }
 
 
@@ -293,11 +296,18 @@ def checks_of_folder(folder):
 
 def case_figures(case):
     """Return the figures of a case of bench.py --stage=generate."""
-    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "by_length")
+    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "fused")
     figures = {name: case[name] for name in names if name in case}
     figures["of_limit"] = case["tokens_per_s"] / case["limit"]
     parts = {part: case.get(f"{part}_s", 0.0) for part in ("prefill", "decode", "draw", "host")}
     return figures | {f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()}
+
+
+def add_aim(line, aims):
+    """Add the aim for a check to its line, as text."""
+    figure, value = aims.get(line["name"], aims.get("", (None, None)))
+    if figure in line["figures"]:
+        line["figures"]["aim"] = SHOWN[figure].format(value)
 
 
 def compare(line, other):
@@ -524,6 +534,7 @@ def run(cfg, stages, path):
                     first.setdefault(stage.name, line)
                     if stage.beside in first:
                         compare(line, first[stage.beside])
+                    add_aim(line, stage.aims)
                 clear()
                 result = f"{line['status']}: {line['error']}" if line["error"] else shown(line["figures"])
                 print(heading(line) if stage.name == "card" else f"{stage.name}: {line['name']}: {result}",
