@@ -84,7 +84,7 @@ class Config:
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per sample before its verifier is
                                              # killed (an error)
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # precision of sampling
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"     # precision of sampling; fp16's range is too narrow
     json: bool = False                       # print all figures as JSON on the last line
 
 
@@ -510,7 +510,8 @@ def main(argv):
                             stop_strings_of(task))
         context = context_for(cfg, task, requests, cfg.few_shot, source)
         engine = Engine(model, cfg.slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
-                        device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode,
+                        samples=cfg.oversample * len(questions), device=hw.device,
+                        deterministic=cfg.deterministic, decode=tokenizer.decode,
                         half_weights=cfg.dtype == "auto")
         engine.check(max(requests, key=lambda request: len(request.ids)))
     if cfg.deterministic and engine.slots != cfg.slots:

@@ -11,7 +11,6 @@ On a text, every token but the first is predicted once, from at least block_size
 start, from all that precede it); no token is prepended.
 """
 import contextlib
-import gc
 import json
 import os
 import time
@@ -30,7 +29,7 @@ from rollouts.accuracy import accuracy, by_domain, difference, macro, mean_score
 from rollouts.pipeline import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import questions_in, questions_of, task_errors
 from rollouts.records import record_of
-from runtime import config, distributed, guard, hardware
+from runtime import config, distributed, guard, hardware, memory
 from runtime.checkpoint import write_atomically
 from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
                             UnitInterval)
@@ -186,7 +185,7 @@ def evaluate_task(cfg):
             with_scores = with_scores or partly_right(grades)
             report(row, grades, max(map(len, cfg.models)), many, with_scores, heading)
             rows.append(row)
-            gc.collect()                     # free this model before the next is loaded
+            memory.release()                 # of this model, before the next is loaded
     if cfg.output and distributed.is_main():
         write_atomically(cfg.output, "".join(json.dumps(line) + "\n" for line in answers).encode())
     return {"models": rows} if many else rows[0]
@@ -207,9 +206,11 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                         stop_strings_of(task))
     slots = 64 if cfg.deterministic else None
-    engine = Engine(candidate.source.load(device=hw.device), slots, candidate.context, sampling,
-                    seed=cfg.seed, dtype=hw.sampling_dtype, deterministic=cfg.deterministic,
-                    decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
+    # In CPU memory the weights are fp32; the engine copies them to the device in its own format.
+    engine = Engine(candidate.source.load(), slots, candidate.context, sampling, seed=cfg.seed,
+                    samples=cfg.num_samples * len(questions), dtype=hw.sampling_dtype, device=hw.device,
+                    deterministic=cfg.deterministic, decode=tokenizer.decode,
+                    half_weights=cfg.dtype == "auto")
     began = time.perf_counter()
     pipeline = Pipeline(engine, pool, tokenizer, task)
     grades, completions = ask(pipeline, questions, candidate.requests, label=f"evaluating {candidate.name}")
@@ -310,6 +311,8 @@ def main(argv):
         if getattr(cfg, option) != getattr(Config, option):
             mistake = "a text, not for --task=" if cfg.task else "a task, not for a text"
             raise BadInput(f"--{option} is for {mistake}: leave it out.")
+    if cfg.task and cfg.dtype == "fp16":
+        raise BadInput("--dtype=fp16 is for a text: for sampling its range is too narrow; use auto.")
     if not cfg.task and (len(cfg.models) > 1 or cfg.compare):
         raise BadInput("Models are compared only on a task: add --task=, or name one model.")
     if cfg.num_samples > 1 and not cfg.temperature:

@@ -41,7 +41,7 @@ from rollouts.records import Recorder
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.checkpoint import claim
 from runtime.config import BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
-from runtime.options import LORA, RunOptions, check_training
+from runtime.options import LORA, RunOptions, check_needs, check_training
 from runtime.run import start
 from runtime.state import Progress, adapt
 from tasks._pool import BrokenReward, Pool, load
@@ -125,7 +125,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     log_interval: PositiveInt = 1            # steps between log lines
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
-                                             # per core, at most 8 in total
+                                             # per core, at most 8 a rank
     reward_pool: Literal["process", "thread", "serial"] = "process"  # of verifiers; a process can be killed
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
                                              # completion is an error and is not trained on
@@ -155,13 +155,21 @@ def check(cfg):
         raise BadInput("--dataset needs a verifier for its answers: add --task=my_reward.py.")
     cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
     is_short = cfg.max_steps * cfg.inner_epochs * cfg.mini_batches < COMPILE_FROM
-    if cfg.compile is None and is_short and cfg.init_from != "resume":   # resumed, it keeps its rounding
+    is_default = cfg.compile is None and cfg.compile_mode == "default"
+    if is_default and is_short and cfg.init_from != "resume":    # resumed, it keeps its rounding
         cfg.compile = False
     check_training(cfg)
     world = distributed.world_size()
     if cfg.prompts_per_step % (world * cfg.mini_batches):
         raise BadInput(f"{cfg.prompts_per_step} prompts per step can't be split evenly over {world} ranks "
                        f"with {cfg.mini_batches} mini-batches: change --prompts_per_step.")
+    check_needs(cfg, {
+        "--dynamic_sampling": (cfg.dynamic_sampling, ["max_rounds"]),
+        "--overlong=penalty": (cfg.overlong == "penalty", ["overlong_tokens"]),
+        "--beta=1": (cfg.beta, ["teacher"]),
+        "--teacher": (cfg.teacher, ["distill"]),
+        "--surgery": (cfg.surgery != "none", ["surgery_buffers"]),
+    })
     if cfg.loss_type == "cispo" and cfg.clip_low != Config.clip_low:
         raise BadInput("--clip_low has no effect with --loss_type=cispo, which only clips from above: leave "
                        "it out.")
@@ -174,11 +182,6 @@ def check(cfg):
     if cfg.surgery != "none" and cfg.mixing == "round_robin":
         raise BadInput("--surgery needs several tasks per step, and --mixing=round_robin has one: leave one "
                        "of them out.")
-    if cfg.teacher and not cfg.beta:
-        raise BadInput("--teacher has no effect with --beta=0: give --beta=1, and --reward_weight=0 for its "
-                       "divergence alone.")
-    if cfg.distill == "forward" and not cfg.teacher:
-        raise BadInput("--distill=forward needs a teacher: give --teacher=, or leave it out.")
     if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp" or
                                      cfg.compile_mode in distributed.CUDA_GRAPHS):
         raise BadInput("--distill=forward computes the teacher within the update: leave out "

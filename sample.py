@@ -21,7 +21,7 @@ first_line()                             # --help without the seconds that impor
 
 import hub
 from engine import Engine, Request, Sampling
-from runtime import config, distributed, guard, hardware
+from runtime import config, distributed, guard, hardware, memory
 from runtime.config import Count, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from runtime.progress import track
 from text.prompts import context_of, instruction_of, prompt_ids
@@ -32,7 +32,8 @@ class Config:
     model: str = ""                          # run folder, Hugging Face folder, GGUF file or hub name,
                                              # first on the command line
     prompt: str = ""                         # empty: a test question of --task, drawn by the seed; without
-                                             # --task the end-of-text token, which precedes a document
+                                             # --task the end-of-text token, which precedes a document, or
+                                             # an empty message to a chat model
     versus: str | None = None                # another model, whose samples are shown beside
     interactive: bool = False                # read independent prompts from standard input, one per line
     chat: bool = False                       # one conversation; Ctrl-C ends an answer
@@ -52,7 +53,7 @@ class Config:
                                              # engine/runner.py)
     seed: NonNegativeInt = 0                 # of samples
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # precision of sampling
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"     # precision of sampling; fp16's range is too narrow
 
 
 def open_task(cfg):
@@ -70,7 +71,7 @@ def make_engine(cfg, model, tokenizer, hw, task, context, slots):
     """Return an Engine. Every rank builds one, so that all ranks reject invalid input."""
     stop_strings = tuple(text for text in (cfg.stop, task and task.turn_stop) if text)
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), stop_strings)
-    return Engine(model, slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
+    return Engine(model, slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype, device=hw.device,
                   deterministic=cfg.deterministic, decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
 
 
@@ -207,7 +208,8 @@ def sample_texts(cfg, name, hw, task, pool, question):
     world = distributed.world_size()
     source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
-    model = source.load(device=hw.device)
+    memory.release()                         # of the model before
+    model = source.load()                    # in CPU memory; the engine copies it to the device
     try:
         prompt = prompt_of(cfg, tokenizer, question, task)
     except ValueError as e:
@@ -253,7 +255,7 @@ def main(argv):
         if distributed.world_size() > 1:
             raise config.BadInput("--interactive and --chat need one process: run them without torchrun.")
         source = hub.find(cfg.model)
-        return talk(cfg, source.load(device=hw.device), source.tokenizer(cfg.tokenizer), hw, task, pool)
+        return talk(cfg, source.load(), source.tokenizer(cfg.tokenizer), hw, task, pool)
     question = question_of(cfg, task)
     models = [name for name in (cfg.model, cfg.versus) if name]
     texts = [sample_texts(cfg, name, hw, task, pool, question) for name in models]

@@ -30,7 +30,7 @@ from runtime.checkpoint import claim
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
                             PositiveInt, UnitInterval)
 from runtime.distributed import CUDA_GRAPHS
-from runtime.options import LORA, RunOptions, check_training
+from runtime.options import LORA, RunOptions, check_needs, check_training
 from runtime.run import start
 from runtime.state import Progress, adapt
 from text import data, examples
@@ -146,6 +146,7 @@ def check(cfg):
     if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
         raise BadInput(f"--mixer_features={cfg.mixer_features} is for --mixer=favor, not for {cfg.mixer}: "
                        "leave it out.")
+    check_needs(cfg, {"--teacher": (cfg.teacher, ["teacher_weight"])})
     experimental.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from engine.gpu import CUDAGraph
-from engine.kv_cache import PREFILL_TOKENS, KVCache, slots_that_fit
+from engine.kv_cache import MAX_SLOTS, PREFILL_TOKENS, KVCache, slots_that_fit
 from engine.sampler import draw, uniform
 from layers.lora import fingerprint, merged_weights
 from layers.ops import SDPA_WITH_MASK
@@ -39,8 +39,10 @@ class ModelRunner:
     """
     model: InitVar[GPT]                      # copied; self.model is the runner's own
     slots: int | None = None                 # rows in flight; None: as many as fit into memory (MAX_SLOTS)
+                                             # and `samples` needs
     context: int | None = None               # longest prompt plus completion, in tokens; None: block_size
     _: KW_ONLY
+    samples: int | None = None               # the most at once, in all calls; None: not known
     dtype: torch.dtype | None = None         # of weights and cache; None: the model's
     device: torch.device | None = None       # None: the model's
     deterministic: bool = False
@@ -67,7 +69,8 @@ class ModelRunner:
         self.half_weights &= takes_half_weights(model.n_params(), self.device_type, self.dtype)
         self.build_model()
         self.load(model)
-        self.allocate(self.slots or slots_that_fit(self.config, self.context, self.dtype, self.device))
+        self.allocate(self.slots or min(slots_that_fit(self.config, self.context, self.dtype, self.device),
+                                        max(1, self.samples or MAX_SLOTS[self.device.type])))
 
     def can_fuse(self):
         """Return whether engine/fused_step.py runs: not in fp32, whose products tensor cores round."""

@@ -7,8 +7,9 @@ import torch
 
 import hub
 from model import IGNORE, Prompts
-from runtime import checkpoint, distributed, parallel
+from runtime import checkpoint, distributed
 from runtime.config import BadInput
+from runtime.frozen import frozen
 
 
 def find_teacher(cfg, resuming):
@@ -58,7 +59,7 @@ class Teacher:
     def __init__(self, cfg, hw, source):
         self.hw = hw
         self.weight = cfg.teacher_weight
-        self.model = parallel.frozen(source.config, source.fill, hw, cfg.parallel)
+        self.model = frozen(source.config, source.fill, hw, cfg.parallel)
 
     def loss(self, model, x, y, target_index=None, prefix=None):
         """Return the summed loss of a TrainedModel's micro-batch; see GPT.loss."""

@@ -80,7 +80,7 @@ class ModelSource:
     def load(self, *args, device="cpu"):
         """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); BadInput if
         memory is too small."""
-        memory.check_weights(self.config, device)
+        memory.check_weights(self.config, device, remedy="free memory, or choose a smaller model")
         model = blank(self.config, *args, device=device)
         self.fill(model)
         return model.eval()

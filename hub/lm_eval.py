@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from runtime import guard, hardware
+from runtime import guard, hardware, memory
 from runtime.config import DTYPE_ALIASES, BadInput
 
 try:
@@ -131,12 +131,14 @@ class NanoRFT(TemplateLM):
                                 given.get("min_p", 0.0), self.tokenizer.stop, tuple(filter(None, until)))
             context = min(self.max_length, max(map(len, prompts.values())) + new)
             engine = Engine(self.model, None, context, sampling, seed=torch.initial_seed() % 2**63,
-                            dtype=self.hw.sampling_dtype, decode=self.tokenizer.decode)
+                            samples=len(prompts), dtype=self.hw.sampling_dtype, decode=self.tokenizer.decode)
             samples = engine.generate(Request(ids[new - self.max_length:], 1, key, new)
                                       for key, ids in prompts.items())
             for sample in track(samples, "generating", "texts", len(prompts)):
                 text = self.tokenizer.decode([i for i in sample.ids if i not in self.special])
                 texts[sample.request.key] = postprocess_generated_text(text, until, None)
+            engine = samples = None
+            memory.release()                 # before the next engine
         return texts
 
 

@@ -3,7 +3,8 @@ import contextlib
 
 from layers.lora import adapters_off, trains_adapters_alone
 from rollouts.batch import logprobs_of
-from runtime import checkpoint, parallel
+from runtime import checkpoint
+from runtime.frozen import frozen
 
 
 class Reference:
@@ -21,7 +22,7 @@ class Reference:
         if self.is_policy:
             return
         shape = teacher.config if teacher else model.config
-        self.model = parallel.frozen(shape, self.fill, hw, cfg.parallel)
+        self.model = frozen(shape, self.fill, hw, cfg.parallel)
         if cfg.offload_reference and hw.device.type == "cuda":
             self.offloaded = [p.data.cpu().pin_memory() for p in self.model.parameters()]
             self.place(self.offloaded)

@@ -175,8 +175,9 @@ def save(out_dir, step, weights, state=None, moments=None, val_loss=None, config
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as e:
         shutil.rmtree(partial, ignore_errors=True)
+        again = "resume with --init_from=resume" if state else f"start a new run with --init_from={out_dir}"
         raise write_error(f"The checkpoint of step {step} in {folder}", e,
-                          "resume with --init_from=resume; earlier checkpoints are intact") from None
+                          f"{again}; earlier checkpoints are intact") from None
     keep_last = (config or {}).get("keep_last", 2)
     kept = [*[other for other in steps(out_dir) if other <= step][-keep_last:], best(out_dir, step)]
     for other in steps(out_dir):              # later steps were damaged or rolled back

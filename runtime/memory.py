@@ -1,5 +1,6 @@
 """The largest micro-batch that fits: a trial step before training, and estimates of its memory."""
 import dataclasses
+import gc
 import os
 import time
 from pathlib import Path
@@ -41,16 +42,17 @@ def n_params(config):
     return model.n_params() + blocks + positions
 
 
-def check_weights(config, device, ranks=1):
-    """Raise BadInput if the weights of GPT(config), sharded over `ranks`, do not fit in memory."""
+def check_weights(config, device, ranks=1, remedy="lower --n_layer or --n_embd, choose a smaller model, or "
+                  "shard it over several GPUs with --parallel=fsdp"):
+    """Raise BadInput with a remedy if the weights of GPT(config), sharded over `ranks`, do not fit in
+    memory."""
     device = torch.device(device)
     rotations = 2 * config.block_size * config.head_dim if config.position == "rope" else 0
     size = 4 * (n_params(config) // ranks + rotations)
     free = available(device)
     if size > free:
         raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and the "
-                       f"device has {free / GIB:.1f} GiB free: lower --n_layer or --n_embd, "
-                       "choose a smaller model, or shard it over several GPUs with --parallel=fsdp.")
+                       f"device has {free / GIB:.1f} GiB free: {remedy}.")
 
 
 def divisors(micro_batch, share):
@@ -113,12 +115,19 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         if is_out_of_memory(e):               # a new exception: the traceback of this one holds tensors
             failure = torch.OutOfMemoryError(str(e).partition("\n")[0])
     model.train().zero_grad(set_to_none=True)
+    release()                                # else the engine finds no memory for its slots
     if hardware.device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    elif hardware.device.type == "cpu":
-        return_freed_memory()                # else the engine finds no memory for its slots
     return failure
+
+
+def release():
+    """Return the memory of objects without references to the GPU or the system, where `available` counts
+    it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return_freed_memory()
 
 
 def fit(run, sizes, attempt, advice):

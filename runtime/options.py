@@ -105,14 +105,23 @@ def check_training(cfg):
                        "weights: use default or max-autotune-no-cudagraphs.")
     if cfg.learning_rate is not None:
         check_min_lr(cfg)
-    for option in LORA[1:]:
-        if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
-            raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
-                           "out.")
-    if (cfg.wandb_project or cfg.wandb_name) and not cfg.wandb and cfg.init_from != "resume":
-        raise BadInput("--wandb_project and --wandb_name have no effect without --wandb: add it, or leave "
-                       "them out.")
+    check_needs(cfg, {
+        "--lora_rank": (cfg.lora_rank, LORA[1:]),
+        "--wandb": (cfg.wandb, ["wandb_project", "wandb_name"]),
+        "--compile": (cfg.compile is not False, ["compile_mode"]),
+    })
     check_installed(cfg.tensorboard, cfg.wandb)
+
+
+def check_needs(cfg, needs):
+    """Raise BadInput for an option that has no effect, unless it is a resumed run's. needs: {the option that
+    it needs: (whether that is set, names of such options)}."""
+    for needed, (is_set, names) in needs.items():
+        for name in names:
+            value = getattr(cfg, name)
+            if not is_set and value != getattr(type(cfg), name) and cfg.init_from != "resume":
+                raise BadInput(f"--{name}={value} has no effect without {needed}: add that, or leave "
+                               f"--{name} out.")
 
 
 def check_min_lr(cfg):

@@ -1,6 +1,7 @@
 """Recovery from a failed step: out of memory and repeated non-finite gradients raise a guard.Retry, whose
 change is in the retry file; guard.run, or the next start, resumes with it."""
 import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -39,11 +40,14 @@ def after_out_of_memory(run, reason):
     cfg = run.cfg
     several = distributed.world_size() > 1
     less = next((size for size in run.sizes if size < run.state.micro_batch), None)
-    problem = f"Step {run.step + 1} ran out of memory ({reason})"
+    name = f"step {run.step + 1}"
+    if run.state.evaluation_due:
+        name = f"the evaluation after step {run.step}"
+    problem = f"{name[0].upper()}{name[1:]} ran out of memory ({reason})"
     how = " after weights had changed: resuming"
     if several:
-        problem = f"Rank {distributed.rank()} ran out of memory at step {run.step + 1} ({reason})"
-        how = f": resume with --init_from=resume --out_dir={cfg.out_dir}"
+        problem = f"Rank {distributed.rank()} ran out of memory at {name} ({reason})"
+        how = f": resume with --init_from=resume --out_dir={shlex.quote(cfg.out_dir)}"
     remedy = f"with micro-batch {less} instead of {run.state.micro_batch}."
     if less is None:
         raise Failure(f"{problem}, with a micro-batch of one sequence: resume with --gradient_checkpointing, "

@@ -14,6 +14,7 @@ Failures raise: see runtime.recovery.
 """
 import dataclasses
 import math
+import shlex
 import time
 from collections import Counter
 from pathlib import Path
@@ -256,8 +257,8 @@ class Run(RunState):
         self.log.say_findings()
         if self.stopping:
             out_dir = self.cfg.out_dir
-            resume = f"--init_from=resume --out_dir={out_dir}"
-            how = f"--init_from={out_dir}" if self.cfg.save_only_model else resume
+            resume = f"--init_from=resume --out_dir={shlex.quote(out_dir)}"
+            how = f"--init_from={shlex.quote(out_dir)}" if self.cfg.save_only_model else resume
             self.log.say(f"Stopped as asked after step {self.step}, and saved. Resume with {how}")
             return self.stop.exit_code()
         if self.out_of_patience():

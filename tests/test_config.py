@@ -43,8 +43,10 @@ def test_dtypes_accept_pytorch_names():
     for script in ("train", "grpo", "datagen", "eval", "sample"):
         Config = importlib.import_module(script).Config
         for theirs, ours in {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32"}.items():
+            if script in ("datagen", "sample") and ours == "fp16":     # too narrow a range for sampling
+                continue
             assert config.load(Config, [f"--dtype={theirs}"]).dtype == ours
-        with pytest.raises(BadInput, match="--dtype=float64 should be auto, bf16, fp16 or fp32"):
+        with pytest.raises(BadInput, match="--dtype=float64 should be auto, bf16(, fp16)? or fp32"):
             config.load(Config, ["--dtype=float64"])
     assert load("--out_dir=float32").out_dir == "float32"
 

@@ -132,6 +132,9 @@ def test_nanogpt_bins_are_used_where_they_lie(tmp_path, dtype):
     (tmp_path / "val.bin").unlink()
     with pytest.raises(BadInput, match="val.bin"):
         data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+    (tmp_path / "train.bin").rename(tmp_path / "other.bin")            # beside a text
+    (tmp_path / "text.txt").write_text("one two three\n" * 40)
+    assert len(ids_of(data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t"), "train")) > 400
 
 
 def test_token_files_with_an_alphabet_of_their_own_are_refused(tmp_path):

@@ -1,6 +1,8 @@
 """Accuracy on a task: what the figures mean, and that eval.py finds them, alone, on two ranks and for several models."""
+import gc
 import json
 import math
+import weakref
 import zlib
 from itertools import combinations
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import hub.weights
 import tasks
 from conftest import command, environment, trained
 from engine import Engine, Sampling
+from engine.runner import ModelRunner
 from model import GPT, GPTConfig
 from rollouts import accuracy as statistics_of_grades
 from rollouts.accuracy import accuracy, difference, interval, mean_score, pass_at
@@ -335,6 +338,25 @@ def test_models_are_compared_on_the_same_questions(model, exported, task, capsys
     assert found["models"][1]["difference"] == 0 and found["models"][0]["accuracy"] == found["models"][1]["accuracy"]
     _, found = evaluate(capsys, "--compare", model, f"--task={task}")
     assert len(found["models"]) == 1 and found["models"][0]["temperature"] == 0
+
+
+def test_a_model_leaves_its_memory_to_the_next(model, exported, task, capsys, monkeypatch):
+    """Its engine has no more slots than there are samples, and is gone before the next model is loaded."""
+    engines = []
+    make, load = evaluation.Engine, hub.ModelSource.load
+    monkeypatch.setattr(evaluation, "Engine", lambda *arguments, **options: engines.append(make(*arguments, **options)) or engines[-1])
+    monkeypatch.setattr(evaluation.memory, "release", lambda: engines.append(weakref.ref(engines.pop())))
+
+    def watched(source, *arguments, **options):
+        gc.collect()
+        assert all(engine() is None for engine in engines) and not options
+        return load(source, *arguments, **options)
+    monkeypatch.setattr(hub.ModelSource, "load", watched)
+    slots = []
+    allocate = ModelRunner.allocate
+    monkeypatch.setattr(ModelRunner, "allocate", lambda runner, n: slots.append(n) or allocate(runner, n))
+    evaluate(capsys, "--compare", model, exported, f"--task={task}", "--tokenizer=bytes", "--num_samples=3", "--temperature=1")
+    assert len(engines) == 2 and slots == [24 * 3, 24 * 3]
 
 
 def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tmp_path, capsys):

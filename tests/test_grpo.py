@@ -1285,11 +1285,28 @@ def refusal(learn, words, **knobs):
     assert words in learn.error and learn.error.count("\n") == 1 and learn.error.startswith("error: "), learn.error
 
 
+def test_long_runs_are_compiled_on_a_gpu():
+    """A resumed run goes on as it began, whatever its length is now."""
+    def chosen(**options):
+        cfg = grpo.Config(init_from="base", **options)
+        grpo.check(cfg)
+        return cfg.compile
+    assert [chosen(max_steps=n) for n in (100, 1999, 2000)] == [False, False, None]
+    assert chosen(max_steps=500, mini_batches=4) is None and chosen(max_steps=5, compile_mode="reduce-overhead") is None
+    assert chosen(max_steps=5, compile=True) is True and chosen(max_steps=9000, compile=False) is False
+    long = grpo.Config(init_from="resume", max_steps=100)
+    grpo.check(long)
+    assert long.compile is None
+
+
 @pytest.mark.parametrize("knobs, words", [
     (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"),
     (dict(dataset="missing.jsonl"), "missing.jsonl"), (dict(init_from="scratch"), "--init_from="), (dict(reward_workers=0), "reward_workers"),
     (dict(init_from="nowhere/at-all"), "nowhere/at-all"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"), (dict(few_shot=3), "solution"),
-    (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(loss_type="cispo", clip_low=0.1), "--clip_low has no effect"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
+    (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(overlong_tokens=8), "no effect without --overlong=penalty"),
+    (dict(max_rounds=2), "--max_rounds=2 has no effect without --dynamic_sampling"), (dict(surgery_buffers="cpu"), "no effect without --surgery"),
+    (dict(compile=False, compile_mode="max-autotune"), "--compile_mode=max-autotune has no effect without --compile"),
+    (dict(loss_type="cispo", clip_low=0.1), "--clip_low has no effect"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
     (dict(temperature=0), "temperature"), (dict(max_prompt_tokens=2), "max_prompt_tokens"), (dict(lora_rank=2, lora_linears="heads"), "linears"),
     (dict(init_from="resume"), "config.json"), (dict(k_sample=4), "k_samples"), (dict(tokenizer="gpt2"), "tokenizer")])
 def test_what_can_not_be_done_is_one_sentence(learn, tmp_path, knobs, words):

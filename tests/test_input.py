@@ -387,11 +387,11 @@ SCRIPTS = {"train": train, "grpo": grpo, "sample": sample, "eval": evaluation, "
         ("--n_layer=99999999", "n_layer=99999999 should be a whole number from 1 to 1,000"), ("--n_embd=65536", "weights of this model alone"),
         ("--n_embd=1e10", "n_embd"), ("--block_size=1e12", "block_size"), ("--num_workers=9999", "--num_workers=9999 is too large"),
         ("--prefetch=1e9", "too large"), ("--min_lr=0.1", "--min_lr=0.1 is above --learning_rate=0.01"),
-        ("--lora_alpha=4", "--lora_alpha=4.0 needs adapters"), ("--lora_linears=up", "--lora_linears=up needs adapters"),
+        ("--lora_alpha=4", "--lora_alpha=4.0 has no effect without --lora_rank"), ("--lora_linears=up", "--lora_linears=up has no effect without --lora_rank"),
         ("--prompt=\udcff{}", "is not UTF-8"))),
     ("train", [*TEXT, "--init_from=RUN", "--lora_rank=17"], "rank of 17 exceeds the model's 16 channels"),
     *(("grpo", ["--init_from=RUN", "--task=arithmetic:1", knob], words) for knob, words in (
-        ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "needs adapters"), ("--lora_rank=17", "17 exceeds the model's 16 channels"),
+        ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "has no effect without --lora_rank"), ("--lora_rank=17", "17 exceeds the model's 16 channels"),
         ("--reward_workers=9999", "too large"), ("--k_samples=1e9", "--k_samples=1000000000 is too large"), ("--num_questions=1e9", "--num_questions"),
         ("--few_shot=5000", "--few_shot=5000 is too large"), ("--few_shot=9", "lower --few_shot"))),
     *(("sample", ["RUN", knob], words) for knob, words in (

@@ -425,6 +425,11 @@ def test_before_a_script_has_begun(tmp_path, monkeypatch, capsys):
     assert process.communicate()[1] == "error: interrupted.\n" and process.returncode == 130
     closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command, "0"], stderr=subprocess.PIPE)
     assert (closed.returncode, closed.stderr) == (0, b"")
+    monkeypatch.setattr(sys, "argv", [command[1], "--help"])
+    with monkeypatch.context() as patched:   # a process of torch's DataLoader, which imports the script again
+        patched.setattr("multiprocessing.parent_process", lambda: process)
+        usage.first_line()
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(SystemExit, match="2"):
         usage.first_line()

@@ -225,14 +225,22 @@ def test_a_resumed_run_refuses_a_teacher_with_another_description(teacher, tmp_p
         find_teacher(cfg, resuming=True)
 
 
-def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
+def refuse(reason):
+    raise BadInput(reason)
+
+
+def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text, monkeypatch):
     learn("weight", code=2, teacher=teacher)
     assert "--beta=1" in learn.error
-    for words, knobs in {"--teacher=": dict(distill="forward", beta=1), "another loss": dict(teacher=teacher, distill="forward", beta=1, loss_type="grpo"),
+    for words, knobs in {"without --teacher": dict(distill="forward", beta=1), "another loss": dict(teacher=teacher, distill="forward", beta=1, loss_type="grpo"),
                          "nothing is left": dict(reward_weight=0),
                          "--parallel=ddp": dict(teacher=teacher, distill="forward", beta=1, parallel="fsdp")}.items():
         learn("refused", code=2, **knobs)
         assert words in learn.error
+    monkeypatch.setattr("runtime.memory.check_weights", lambda shape, device, ranks, remedy=None: remedy and refuse(remedy))
+    learn("large", code=2, teacher=teacher, beta=1)
+    assert "choose a smaller teacher, or for a reference model train adapters" in learn.error
+    monkeypatch.undo()
     trained(tmp_path / "short", text, max_steps=1, block_size=16)
     learn("refused", code=2, teacher=tmp_path / "short", beta=1, max_new_tokens=12, prompts_per_step=4)
     assert "has 16 positions" in learn.error

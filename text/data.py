@@ -39,7 +39,7 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
     about 10 MB) is held out. only: the one split to prepare, as valid (val.bin for nanoGPT's files).
     """
     try:
-        if list(Path(dataset).glob("*.bin")):
+        if any(Path(dataset, name).exists() for name in ("train.bin", "val.bin")):
             if only not in (None, "valid"):
                 raise BadInput(f"Token files have only the split valid, not {only}: leave --split= out.")
             return adopt_bins(Path(dataset), tokenizer, data_dir)

@@ -1,0 +1,57 @@
+"""Sharding of a model with PyTorch's FSDP2, for --parallel=fsdp or hybrid on several ranks."""
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from runtime import distributed
+from runtime.parallel import fill, has_frozen_weights, ranks_that_share
+
+
+def shard(model, hw, parallel, sum_locally, compile_mode):
+    """Shard a model in place and return it; see runtime.parallel.shard."""
+    weights = model.state_dict()
+    model.to("meta")
+    model.sum_locally = sum_locally
+    # fp16's range is too narrow, and adapters are merged with weights that are not rounded yet
+    dtype = torch.bfloat16 if hw.dtype == "bf16" and not has_frozen_weights(model) else None
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    mesh = mesh_of(hw.device.type, parallel)
+    for block in model.blocks:
+        if hw.compile:
+            block.compile(mode=compile_mode)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # Reshard after the forward pass, as the blocks do: an evaluation has no backward pass to do it.
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    for module in [*model.blocks, model]:
+        # Sum and do not average: the loss is divided by the number of targets on all ranks.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for method in ("loss", "token_logprobs"):
+        register_fsdp_forward_method(model, method)
+
+    model.to_empty(device=hw.device)
+    model.fill_rope_tables()
+    broadcast(weights, model, hw.device)
+    return model
+
+
+def mesh_of(device_type, parallel):
+    """Return the mesh of the ranks that share a model; with hybrid the nodes are its first dimension."""
+    shape = [ranks_that_share(parallel)]
+    if parallel == "hybrid":
+        shape.insert(0, distributed.world_size() // shape[0])
+    mesh = dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
+    if parallel == "hybrid":                 # replace the default timeout of the mesh's own groups
+        for dimension in range(len(shape)):
+            dist.distributed_c10d._set_pg_timeout(distributed.STEP_TIMEOUT, mesh.get_group(dimension))
+    return mesh
+
+
+def broadcast(weights, model, device):
+    """Fill a sharded model with the first rank's weights, {name: tensor}, and empty that dictionary."""
+    for name, p in model.state_dict().items():
+        values = torch.empty(p.shape, dtype=p.dtype, device=device)
+        if distributed.is_main():
+            values.copy_(weights.pop(name))
+        dist.broadcast(values, 0)
+        fill(p, values, name)
