@@ -88,6 +88,9 @@ class ModelSource:
     def fill(self, model):
         """Copy the weights into a GPT(config), adapters merged; BadInput if one is not finite."""
         part = "model" if self.step is None else f"checkpoint of step {self.step}"
+        if self.step is not None and not checkpoint.step_folder(self.folder, self.step).exists():
+            raise BadInput(f"{self.folder} no longer has the {part}, since its run goes on and has replaced "
+                           "it: repeat the command.")
         with checkpoint.loading(f"The {part} in {self.folder}"):
             if self.step is None:
                 from hub.weights import load_safetensors

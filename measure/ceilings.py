@@ -110,6 +110,7 @@ def machine(hw):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
+        "cudnn": torch.backends.cudnn.version() if hw.device.type == "cuda" else None,
         "packages": packages,
         "commit": git_commit(),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

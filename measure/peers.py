@@ -114,7 +114,7 @@ def rejection_sampling(peer, tokenizer, task, questions, prompts, *, samples, ne
     return verified
 
 
-# --- peers in their own processes, with the TF32 and malloc settings of nanoRFT's runs ---
+# --- peers in their own processes, with the TF32 setting of nanoRFT's runs ---
 # Each takes the job that bench.py wrote and returns the seconds of its steps.
 
 class PlainBlock(nn.Module):
@@ -361,7 +361,8 @@ PROCESS_PEERS = {
 def main(path):
     """Run the peer of a job file, and print the seconds of its steps and its peak memory."""
     job = json.loads(Path(path).read_text())
-    hw = hardware.setup(job["device"], job["dtype"], job["tf32"], compile=False)
+    # A peer keeps PyTorch's defaults: nanoRFT's huge pages are its own.
+    hw = hardware.setup(job["device"], job["dtype"], job["tf32"], compile=False, keep_memory=False)
     torch.manual_seed(job["seed"])
     seconds = PROCESS_PEERS[job["peer"]](job, hw)
     print(json.dumps({"seconds": seconds, "peak_memory_gb": hw.memory_gb()[1]}))

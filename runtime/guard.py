@@ -64,12 +64,21 @@ def run(main, argv=None):
         if e.alone and distributed.world_size() > 1:
             os._exit(1)
         code = 1
-    except RuntimeError as e:
-        if "imed out" not in str(e) or distributed.world_size() == 1:
+    except (RuntimeError, MemoryError) as e:
+        from runtime.memory import is_out_of_memory          # which imports this file
+        several = distributed.world_size() > 1
+        if is_out_of_memory(e):
+            reason = str(e).strip().partition("\n")[0]
+            say_error(f"Out of memory ({reason}): lower the batch size or the context, or choose a smaller "
+                      "model or a device with more free memory.")
+        elif "imed out" in str(e) and several:
+            say_error(f"Rank {distributed.rank()} waited more than {distributed.STEP_TIMEOUT} for another "
+                      "rank, which hangs: look at its log, and resume with --init_from=resume.")
+        else:
             raise
-        say_error(f"Rank {distributed.rank()} waited more than {distributed.STEP_TIMEOUT} for another rank, "
-                  "which hangs: look at its log, and resume with --init_from=resume.")
-        os._exit(1)                          # a regular exit would wait for the rank again
+        if several:
+            os._exit(1)                      # a regular exit would wait for the other rank
+        code = 1
     except KeyboardInterrupt:                # a second Ctrl-C, or one with nothing to save
         say_error("interrupted.")
         os._exit(130)

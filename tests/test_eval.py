@@ -2,6 +2,7 @@
 import gc
 import json
 import math
+import shutil
 import weakref
 import zlib
 from itertools import combinations
@@ -357,6 +358,14 @@ def test_a_model_leaves_its_memory_to_the_next(model, exported, task, capsys, mo
     monkeypatch.setattr(ModelRunner, "allocate", lambda runner, n: slots.append(n) or allocate(runner, n))
     evaluate(capsys, "--compare", model, exported, f"--task={task}", "--tokenizer=bytes", "--num_samples=3", "--temperature=1")
     assert len(engines) == 2 and slots == [24 * 3, 24 * 3]
+
+
+def test_a_checkpoint_that_a_run_has_replaced_is_named(model, tmp_path):
+    shutil.copytree(model, tmp_path / "run")
+    source = hub.find(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(BadInput, match=f"no longer has the checkpoint of step {source.step}, since its run goes on"):
+        source.load()
 
 
 def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tmp_path, capsys):

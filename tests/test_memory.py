@@ -1,5 +1,6 @@
 """The user sets the effective batch; the micro-batch follows from the available memory."""
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import forked
 from conftest import command, count_graphs, environment, failure, metrics, run, trained, weights
 from model import GPT, GPTConfig
-from runtime import distributed, hardware, memory
+from runtime import distributed, guard, hardware, memory, recovery
 from runtime.config import BadInput
+from runtime.guard import Failure
+from runtime.run import Run
 
 LITTLE = {"script": "tests/little_memory.py"}
 WHOLE = {"batch_size": 8, "dtype": "fp32", "optimizer": "adamw"}
@@ -230,3 +233,32 @@ def test_the_limits_of_all_cgroups_above_count(tmp_path, monkeypatch):
     assert [*memory.free_in_cgroups()] == [1_000_000, 3_000_000]
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert memory.available(torch.device("cpu")) == 1_000_000
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nDetails"), RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+                                   MemoryError("too much")], ids=lambda error: type(error).__name__)
+def test_out_of_memory_outside_of_training_is_one_sentence(error, capsys):
+    """For example in eval.py, which tries no smaller batch."""
+    def fail(argv):
+        raise error
+    with pytest.raises(SystemExit, match="1"):
+        guard.run(fail, [])
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: Out of memory ({str(error).splitlines()[0]}): lower the batch size") and said.count("\n") == 1
+    error.args = ("another problem",)
+    if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+        with pytest.raises(type(error), match="another problem"):
+            guard.run(fail, [])
+
+
+def test_out_of_memory_in_an_evaluation_names_it_and_a_hint_can_be_pasted():
+    said = []
+    state = SimpleNamespace(micro_batch=1, evaluation_due=True)
+    run = SimpleNamespace(sizes=[1], step=300, state=state, cfg=SimpleNamespace(out_dir="out/my run", save_only_model=False),
+                          log=SimpleNamespace(say=said.append, say_findings=list), stopping=True, stop=SimpleNamespace(exit_code=lambda: 130))
+    with pytest.raises(Failure, match="^The evaluation after step 300 ran out of memory"):
+        recovery.after_out_of_memory(run, "no room")
+    state.evaluation_due = False
+    with pytest.raises(Failure, match="^Step 301 ran out of memory"):
+        recovery.after_out_of_memory(run, "no room")
+    assert Run.end(run) == 130 and said[0].endswith("--out_dir='out/my run'")

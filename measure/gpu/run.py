@@ -114,6 +114,7 @@ STAGES = (
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
     Stage("train-eager", f"{GPT2} --compile=false", 25, 120, package="tokenizers"),
     Stage("train", GPT2, 40, 150, "train-eager", "tokenizers", aims={"": ("mfu", 0.45)}),
+    Stage("train-fp16", f"{GPT2} --compile=false --dtype=fp16", 25, 120, "train-eager", "tokenizers"),
     Stage("train-64x1", f"{TRAIN} config/gpt2_124m.py --batch_size=64 --gradient_accumulation_steps=1 "
           "--loss_chunks=1", 40, 150, "train", "tokenizers", aims={"": ("mfu", 0.48)}),
     Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
