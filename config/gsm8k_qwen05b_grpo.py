@@ -12,8 +12,8 @@ Memory, computed: 17.8 GiB a card with micro-batches of 16,384 tokens and 256 sl
 verl's documentation reports test accuracy of 49.6% before, 54.3% after GRPO with LoRA and 56.7% after PPO for
 this model. Its public log of PPO on one GPU has 1.3% before, 45.8% after 30 of 435 steps of four updates,
 53.1% after 100, 57.9% at best and 55.4% as the mean of the last twenty evaluations (the page of
-`python -m doctor.page` shades them). Not run here: try --learning_rate=5e-6 and --mini_batches=1 for 30 steps
-first.
+`python -m doctor.page` shades them). Not run here. Compare rates first, in three runs of --max_steps=30 with
+--learning_rate=1e-6, 2e-6 and 5e-6; then train with --seed=0, 1 and 2, each into an --out_dir of its own.
 """
 init_from = "Qwen/Qwen2.5-0.5B-Instruct"
 out_dir = "out/gsm8k_qwen05b"
