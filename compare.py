@@ -27,7 +27,7 @@ import tasks
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
 from measure.runs import ROOT, as_flags, end_on_signals, make_folder, process, seconds_at, steps_of
-from measure.runs import options_of, script_of, turned, words_of
+from measure.runs import is_script, options_of, script_of, turned, words_of
 from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -88,8 +88,7 @@ def commands_of(cfg, extra):
         if name in ("base", "", *CONTROLS) or set(str(name)) & set("/[*?") or not is_text:
             raise BadInput(f"The arm {name} should be NAME: OPTIONS, with a new NAME without / [ * ?: "
                            "correct it.")
-        whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
-        commands[name] = options if whole else f"{cfg.command} {options}"
+        commands[name] = options if is_script(words_of(options)[0]) else f"{cfg.command} {options}"
     of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
     return commands | {name: of_controls[name] for name in controls if name != "start"}
 
@@ -97,7 +96,7 @@ def commands_of(cfg, extra):
 def stages_of(command, start, seed, folder):
     """Return [[script, argument, ...]] of a command's stages; start: a model, or None."""
     for name, value in (("start", start), ("seed", seed), ("out", folder)):
-        command = command.replace(f"{{{name}}}", str(value))
+        command = command.replace(f"{{{name}}}", shlex.quote(str(value)))
     stages = []
     data = None
     model = start
@@ -136,12 +135,14 @@ def with_amount(command, amount, task=None):
 
 class Comparison:
     """A comparison's folder with its state in comparison.json: {"runs": {ARM-SEED: its commands, seconds and
-    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}. task: the base's."""
+    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}. task, on_device: of
+    the base, the second as eval.py's flags."""
 
-    def __init__(self, cfg, commands, task):
+    def __init__(self, cfg, commands, task, on_device=()):
         self.cfg = cfg
         self.commands = commands
         self.task = task
+        self.on_device = on_device
         self.out = Path(cfg.out_dir)
         self.path = self.out / "comparison.json"
         make_folder(self.out / "answers")
@@ -187,9 +188,14 @@ class Comparison:
         for number in range(len(done), len(stages)):
             script, *arguments = stages[number]
             ranks = 1 if Path(script).name == "train.py" else self.cfg.ranks
-            said = process([str(script_of(script))], arguments, ranks, f"{name}: {Path(script).name}")
+            # A requeued job's datagen.py would resume.
+            said = process([str(script_of(script))], arguments, ranks, f"{name}: {Path(script).name}",
+                           env={"SLURM_RESTART_COUNT": "0"})
             of_stage = folder if number + 1 == len(stages) else f"{folder}.{number + 1}"
-            last = json.loads(said.splitlines()[-1]) if is_datagen(script) else steps_of(of_stage)[-1]
+            steps = [json.loads(said.splitlines()[-1])] if is_datagen(script) else steps_of(of_stage)
+            if not steps:
+                raise guard.Failure(f"{script} has logged no step in {of_stage}: it must write there.")
+            last = steps[-1]
             done.append(last["seconds"])
             if of_stage != folder:
                 self.save()
@@ -232,7 +238,7 @@ class Comparison:
         """Have eval.py answer the questions, unless it has, and return its files, greedy and sampled."""
         cfg = self.cfg
         common = [model, *as_flags(task=cfg.task, dataset=self.questions, few_shot=cfg.few_shot, seed=seed,
-                                   max_new_tokens=cfg.max_new_tokens)]
+                                   max_new_tokens=cfg.max_new_tokens), *self.on_device]
         paths = []
         for more in ([], as_flags(num_samples=cfg.num_samples, temperature=cfg.temperature)):
             digest = zlib.crc32(shlex.join(common + more).encode())
@@ -297,7 +303,7 @@ def verdicts(cfg, shares, seconds):
 
 def check(cfg, commands):
     """Check every command's options, set those of the evaluation and of the control rft that come from the
-    base, and return the base's task."""
+    base, and return the base's task and its device as flags."""
     if bool(cfg.start) == bool(cfg.start_command):
         raise BadInput("Give either --start=, a run folder or model, or --start_command=, which makes one.")
     of_grpo = cfg.command.startswith("grpo.py") and "&&" not in cfg.command
@@ -319,16 +325,19 @@ def check(cfg, commands):
     cfg.max_new_tokens = cfg.max_new_tokens or base.get("max_new_tokens", 128)
     if cfg.few_shot is None:
         cfg.few_shot = answers.few_shot_of(base, cfg.start)
+    device = base.get("device", "auto")
+    on_device = [] if device == "auto" else as_flags(device=device)
     if "rft" in commands and not cfg.rft:
-        flags = shlex.join(as_flags(task=task, max_new_tokens=cfg.max_new_tokens, few_shot=cfg.few_shot))
-        commands["rft"] = RFT.replace("datagen.py", f"datagen.py {flags}")
-    return task
+        flags = as_flags(task=task, max_new_tokens=cfg.max_new_tokens, few_shot=cfg.few_shot)
+        commands["rft"] = RFT.replace("datagen.py", f"datagen.py {shlex.join(flags + on_device)}")
+        commands["rft"] = commands["rft"].replace("/rft.py", f"/rft.py {shlex.join(on_device)}")
+    return task, on_device
 
 
 def main(argv):
     cfg = config.load(Config, argv)
     commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
-    runs = Comparison(cfg, commands, check(cfg, commands))
+    runs = Comparison(cfg, commands, *check(cfg, commands))
     end_on_signals()
     for seed in range(cfg.seeds):
         runs.run_all(seed)

@@ -35,7 +35,7 @@ from engine.scheduler import forced_tokens
 from rollouts.accuracy import accuracy
 from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import task_errors, unseen_questions
-from rollouts.records import record_of
+from rollouts.records import record_of, regraded
 from rollouts.verifier import code_of
 from runtime import config, distributed, guard, hardware, lock
 from runtime.checkpoint import write_atomically
@@ -135,6 +135,7 @@ class Attempts:
         self.write()
         if overwrite:
             Path(output).unlink(missing_ok=True)
+            regraded(self.path).unlink(missing_ok=True)      # other scores of the old attempts
         for path in self.parts():
             path.unlink()
 

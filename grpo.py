@@ -113,8 +113,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     # machine
     tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see rollouts/batch.py;
                                              # halved until it fits in memory. None: 65536, on a CPU 2048
-    compile: bool | None = None              # torch.compile of the update; None: on a GPU, from COMPILE_FROM
-                                             # optimizer steps on
+    compile: bool = False                    # torch.compile of the update
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
     eval_interval: NonNegativeInt = 50       # steps between evaluations; also at the start and end; 0: never
@@ -143,9 +142,6 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
         return f"--tokens_per_micro_batch={micro_batch}"
 
 
-# On an H100 compiling took 70 s and saved 0.06 s of an update (docs/figures.json, G12 and G15)
-COMPILE_FROM = 2000
-
 # Values of loss_type that average over each sequence's tokens before they average over sequences
 MEAN_PER_SEQUENCE = ("grpo",)
 
@@ -154,10 +150,6 @@ def check(cfg):
     if cfg.dataset and cfg.task is None:
         raise BadInput("--dataset needs a verifier for its answers: add --task=my_reward.py.")
     cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
-    is_short = cfg.max_steps * cfg.inner_epochs * cfg.mini_batches < COMPILE_FROM
-    is_default = cfg.compile is None and cfg.compile_mode == "default"
-    if is_default and is_short and cfg.init_from != "resume":    # resumed, it keeps its rounding
-        cfg.compile = False
     check_training(cfg)
     world = distributed.world_size()
     if cfg.prompts_per_step % (world * cfg.mini_batches):

@@ -195,4 +195,5 @@ def main(seed=0, base_steps=600, grpo_steps=100):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[-1].removeprefix("--seed=")) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[-1].removeprefix("--seed=") if len(sys.argv) > 1 else "0"
+    main(int(seed)) if seed.isdigit() else print(__doc__)

@@ -57,6 +57,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
     batch_size: PositiveInt = 32             # largest micro-batch, sequences; halved until it fits in memory
     gradient_accumulation_steps: PositiveInt = 1     # micro-steps per optimizer step, summed over ranks
+    widen_micro_batch: bool = False          # instead as few micro-steps as memory allows, of the same batch
     max_steps: PositiveInt | None = None     # limit in optimizer steps
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
@@ -221,9 +222,12 @@ def build_model(cfg, hw, shape, found, resuming):
 def compile_and_fit(cfg, run, dataset, teacher):
     """Return the TrainedModel, with the micro-batch that fits in memory. If torch.compile fails, the model is
     eager."""
-    sizes = memory.divisors(run.state.micro_batch, cfg.sequences // distributed.world_size())
-    advice = partial(memory.advice, run.model, run.hardware, dataset.longest,
-                     optim.pending_bytes(run.optimizers))
+    share = cfg.sequences // distributed.world_size()
+    step = run.model, run.hardware, dataset.longest, optim.pending_bytes(run.optimizers)
+    if cfg.widen_micro_batch and not run.step:
+        run.state.micro_batch = memory.widest(memory.divisors(share, share), *step)
+    sizes = memory.divisors(run.state.micro_batch, share)
+    advice = partial(memory.advice, *step)
     return memory.fit(run, sizes, partial(try_step, cfg, run, dataset, teacher), advice)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from doctor.checks import History, examine, kind_of
 from runtime import config, guard
 from runtime.config import BadInput
-from runtime.log import check_run, read_lines
+from runtime.log import read_run
 
 LINES_TO_END = 3                             # consecutive lines without a finding that end it
 EXIT_FINDINGS = 3                            # exit code
@@ -82,8 +82,7 @@ def main(argv):
         raise BadInput("No run is given: name a run folder, such as python -m doctor out/grpo.")
     holding = []
     for folder in cfg.runs:
-        check_run(folder)
-        doctor = Doctor(read_lines(folder))
+        doctor = Doctor(read_run(folder))
         holding += doctor.holding
         if cfg.json:
             findings = [finding.as_json() for finding in doctor.findings]

@@ -6,7 +6,7 @@ HTML file that needs no server and no network.
 """
 import html
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,27 +98,38 @@ def samples_of(path, most, run, change=False):
     scores = {}                              # by doctor.regrade, if that has run
     if records.regraded(path).exists():
         scores = config.read_json(records.regraded(path), "remove it, and repeat doctor.regrade")["scores"]
-    splits = defaultdict(list)
-    for record in records.read(path):
-        splits[record.get("split")].append(record | {"other": scores.get(records.key_of(record))})
-    kept = []
-    for split in sorted(splits, reverse=True):
-        kept += thinned(splits[split], "step" if split == "train" else "number", most // len(splits))
+    sizes = defaultdict(Counter)             # {split: {unit: bytes}}
+    total = 0
+    for record in records.read(path):        # a long run's records don't fit in memory
+        sizes[record.get("split")][unit_of(record)] += size_of(record)
+        total += 1
+    chosen = {split: thinned(of_split, most // len(sizes)) for split, of_split in sizes.items()}
+    kept = [record | {"other": scores.get(records.key_of(record))} for record in records.read(path)
+            if unit_of(record) in chosen[record.get("split")]]
+    kept.sort(key=lambda record: record.get("split") == "train")
     after = later_logprobs(hub.find(run), kept) if change else {}
     samples = [shown(record, after.get(i)) for i, record in enumerate(kept)]
     tokenizer = Tokenizer.of_run(run, checkpoint.read_model(run)["tokenizer"])
     pieces = {i: tokenizer.decode([i]) for i in {i for sample in samples for i in sample.get("ids", ())}}
-    return {"total": sum(map(len, splits.values())), "samples": samples, "pieces": pieces}
+    return {"total": total, "samples": samples, "pieces": pieces}
 
 
-def thinned(kept, unit, most):
-    """Return the records of every n-th unit and the last, so that they take about `most` bytes. unit: step of
-    training; number of a question that is asked again and again, or by datagen.py."""
-    size = sum(200 + len(record["question"]) + min(MOST_CHARACTERS, len(record["completion"]))
-               + 8 * len(record["ids"]) for record in kept)
-    units = sorted({record[unit] for record in kept})
-    chosen = {*units[::1 + size // most], units[-1]}
-    return [record for record in kept if record[unit] in chosen]
+def unit_of(record):
+    """Return the step of training, or the number of a question, which is asked again and again, or by
+    datagen.py."""
+    return record["step" if record.get("split") == "train" else "number"]
+
+
+def size_of(record):
+    """Return about the bytes that a record takes in the page."""
+    shown = min(MOST_CHARACTERS, len(record["completion"]))
+    return 200 + len(record["question"]) + shown + 8 * len(record["ids"])
+
+
+def thinned(sizes, most):
+    """Return every n-th unit and the last, so that they take about `most` bytes. sizes: {unit: bytes}."""
+    units = sorted(sizes)
+    return {*units[::1 + sizes.total() // most], units[-1]}
 
 
 def shown(record, after):

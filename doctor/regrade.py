@@ -21,6 +21,10 @@ from runtime.config import BadInput, Bounds, NonNegativeInt
 from tasks._pool import Pool
 
 
+# of a record; without ids and log-probabilities, which would not fit in memory
+NEEDED = "model split step number sample question answer keys completion turns score error verdict".split()
+
+
 @dataclass
 class Config:
     run: str = ""                            # run of grpo.py, log of datagen.py, or --output of eval.py
@@ -67,7 +71,9 @@ def main(argv):
     cfg = config.load(Config, argv, positional="run")
     if not cfg.run or not cfg.task:
         raise BadInput("Name records and a task: python -m doctor.regrade out/grpo --task=my_task.py")
-    kept = list(records.read(cfg.run)) if Path(cfg.run).exists() else []
+    kept = []
+    if Path(cfg.run).exists():
+        kept = [{name: record.get(name) for name in NEEDED} for record in records.read(cfg.run)]
     if not kept:
         raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, "
                        "a log of datagen.py, or an --output of eval.py.")

@@ -2,19 +2,22 @@
 queries and keys, the activation, and twice residual and norm (engine/triton_kernels.py).
 
 With few rows a step takes as long as its kernels take to start. It has GPT.hidden's result up to rounding;
-LayerNorm and GELU keep their own kernels. An engine first compares the two, so that a change of model.py
-which this file lacks makes sampling slower, not wrong. Only a GPU loads this file. Shapes: see
-engine/triton_kernels.py.
+LayerNorm and GELU keep their own kernels. An engine first compares the two on two layers and 200
+positions, so that a change of a block or of engine/kv_cache.py which this file lacks makes sampling slower,
+not wrong. Only a GPU loads this file. Shapes: see engine/triton_kernels.py.
 """
 import warnings
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
 from engine import triton_kernels as kernels
-from layers.ops import RMSNorm, sdpa_attention
+from engine.kv_cache import KVCache, RowGroup
+from layers.ops import SDPA_WITH_MASK, RMSNorm
 from model import blank
+from runtime import memory
 
 TOLERANCE = 0.03      # distance from GPT.hidden as a share of its length; in bf16 it is below 0.01
 
@@ -40,9 +43,9 @@ def hidden(model, tokens, positions, keys, values):
 
 
 def add_and_norm(h, y, norm):
-    """Return h + y and its norm, both [B, C]. It may change h."""
+    """Return h + y, which may be in place of h [B, C], and its norm [B, C]."""
     if isinstance(norm, RMSNorm):
-        return h, kernels.add_and_norm(h, y, norm.weight, norm.eps)
+        return kernels.add_and_norm(h, y, norm.weight, norm.eps)
     h = h + y
     return h, norm(h)
 
@@ -61,10 +64,11 @@ def merge_gates(model):
         mlp = block.mlp
         mlp.merged = mlp.up.weight, mlp.up.bias
         if mlp.gate is not None:
-            mlp.merged = merge(mlp.gate.weight, mlp.up.weight), merge(mlp.gate.bias, mlp.up.bias)
+            weight = concatenated(mlp.gate.weight, mlp.up.weight)
+            mlp.merged = weight, concatenated(mlp.gate.bias, mlp.up.bias)
 
 
-def merge(a, b):
+def concatenated(a, b):
     """Return the concatenation of two parameters, which become views of it; None for None."""
     if a is None:
         return None
@@ -74,8 +78,8 @@ def merge(a, b):
 
 
 def works(config, device, dtype):
-    """Return whether hidden() runs on this device and agrees with GPT.hidden, tried with one layer of this
-    shape. Triton builds its kernels with a C compiler, which may be missing."""
+    """Return whether hidden() runs on this device and agrees with GPT.hidden, tried with two layers of
+    this shape. Triton builds its kernels with a C compiler, which may be missing."""
     if device.type != "cuda" or config.head_dim not in kernels.HEAD_DIMS:
         return False
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -83,6 +87,8 @@ def works(config, device, dtype):
     try:
         off = distance(config, device, dtype)
     except Exception as e:
+        if memory.is_out_of_memory(e):
+            raise
         problem = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0]
     else:
         if off < TOLERANCE:
@@ -95,7 +101,8 @@ def works(config, device, dtype):
 @torch.no_grad()
 def distance(config, device, dtype):
     """Return the distance of hidden() from GPT.hidden as a share of its length, with random weights."""
-    config = replace(config, n_layer=1, vocab_size=64)
+    T = min(config.block_size, 200)          # several blocks of the kernel
+    config = replace(config, n_layer=min(2, config.n_layer), vocab_size=64, block_size=T)
     model = blank(config, device=device, dtype=dtype)
     model.fill_rope_tables(dtype)
     random = torch.Generator(device).manual_seed(0)
@@ -105,16 +112,16 @@ def distance(config, device, dtype):
         else:
             p.normal_(0, p.shape[-1]**-0.5, generator=random)
     merge_gates(model)
-    T = min(config.block_size, 200)          # several blocks of the kernel
-    ids = torch.randint(config.vocab_size, (2, T), generator=random, device=device)
-    cache = torch.zeros(2, 1, 2, config.n_kv_head, T, config.head_dim, dtype=dtype, device=device)
-
-    def attend_and_keep(q, k, v):
-        cache[:, 0] = torch.stack((k, v)).transpose(2, 3)
-        return sdpa_attention(q, k, v, repeat=True)
+    ids = torch.randint(64, (2, T), generator=random, device=device)
     rows = torch.arange(2, device=device)
     positions = rows * (T - 1)
-    expected = model.hidden(ids, attentions=[attend_and_keep])[rows, positions].float()
-    cache[:, 0, rows, :, positions] = 0      # the step writes them
-    found = hidden(model, ids[rows, positions], positions, *cache).float()
+    tokens = ids[rows, positions]
+    cache = KVCache(model, 2, T, device_type="cuda", deterministic=False, graphs=True)
+    model.hidden(ids[:, :-1], attentions=cache.prefill(rows, rows + T - 1, 0, T - 1))
+    kept = cache.storage.clone()
+    with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
+        attentions = cache.decode(positions, (RowGroup(0, 2, T),))
+        expected = model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0].float()
+    cache.storage.copy_(kept)                # without the new keys and values
+    found = hidden(model, tokens, positions, cache.k, cache.v).float()
     return ((found - expected).norm() / expected.norm()).item()

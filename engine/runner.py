@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from engine.gpu import CUDAGraph
-from engine.kv_cache import MAX_SLOTS, PREFILL_TOKENS, KVCache, slots_that_fit
+from engine.kv_cache import PREFILL_TOKENS, KVCache, slots_that_fit
 from engine.sampler import draw, uniform
 from layers.lora import fingerprint, merged_weights
 from layers.ops import SDPA_WITH_MASK
@@ -69,8 +69,10 @@ class ModelRunner:
         self.half_weights &= takes_half_weights(model.n_params(), self.device_type, self.dtype)
         self.build_model()
         self.load(model)
-        self.allocate(self.slots or min(slots_that_fit(self.config, self.context, self.dtype, self.device),
-                                        max(1, self.samples or MAX_SLOTS[self.device.type])))
+        if self.slots is None:
+            fit = slots_that_fit(self.config, self.context, self.dtype, self.device)
+            self.slots = min(fit, self.samples or fit)
+        self.allocate(self.slots)
 
     def can_fuse(self):
         """Return whether engine/fused_step.py runs: not in fp32, whose products tensor cores round."""

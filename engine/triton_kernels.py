@@ -1,9 +1,10 @@
 """Triton kernels of a decoding step: attention of rows of different lengths, and what surrounds the products.
 
-PyTorch's attention kernels are made for many queries. In place of its masked attention, `attend` makes
-sampling of 512 rows of GPT-2 1.28 times as fast on an H100, of 64 rows 1.42 times (docs/figures.json, G7 and
-G8). Shapes: B rows, H query and K key heads of T positions in the cache, G queries a key head, D channels a
-head, C channels, F hidden channels of the MLP.
+PyTorch's attention kernels are made for many queries. In place of its masked attention, a kernel that padded
+one query a head to 16 rows made sampling of 512 rows of GPT-2 1.28 times as fast on an H100, of 64 rows 1.42
+times (docs/figures.json, G7 and G8); these kernels have not run on a card yet. Shapes: B rows, H query and K
+key heads of T positions in the cache, G queries a key head, D channels a head, C channels, F hidden channels
+of the MLP.
 """
 import torch
 import triton
@@ -25,29 +26,28 @@ def decode_attention(qkv, cache, positions, rope=None, norm=None):
     B = len(qkv)
     H = qkv.shape[1] // D - 2 * K
     y = torch.empty(B, H * D, dtype=qkv.dtype, device=qkv.device)
-    cos, sin = rope or (qkv, qkv)            # a pointer that is not read
-    q_gain, k_gain, eps = norm or (qkv, qkv, 0.0)
+    cos, sin = rope or (None, None)
+    q_gain, k_gain, eps = norm or (None, None, 0.0)
     rows = 1 if H == K else max(MIN_ROWS, triton.next_power_of_2(H // K))
     attend[(B, K)](qkv, keys, values, y, positions, cos, sin, q_gain, k_gain, eps, keys.stride(0),
-                   keys.stride(1), D**-0.5, H // K, rows, D, BLOCK if D <= 128 else BLOCK // 2,
-                   rope is not None, norm is not None)
+                   keys.stride(1), D**-0.5, H // K, rows, D, BLOCK if D <= 128 else BLOCK // 2)
     return y
 
 
 @triton.jit
-def head_vectors(at, COS, SIN, GAIN, eps, is_read, D: tl.constexpr, ROTATE: tl.constexpr,
-                 NORM: tl.constexpr):
-    """Return the vectors [N, D] that begin at the pointers [N, 1], normed and rotated, in fp32."""
+def head_vectors(at, COS, SIN, GAIN, eps, is_read, D: tl.constexpr):
+    """Return the vectors [N, D] that begin at the pointers [N, 1], normed and rotated, in fp32. GAIN, or COS
+    and SIN, may be None."""
     channels = tl.arange(0, D)[None, :]
     x = tl.load(at + channels, mask=is_read, other=0.0).to(tl.float32)
     factor = 1.0
-    if NORM:
+    if GAIN is not None:
         factor = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
         x *= factor * tl.load(GAIN + channels).to(tl.float32)
-    if ROTATE:
+    if COS is not None:
         partners = (channels + D // 2) % D
         partner = tl.load(at + partners, mask=is_read, other=0.0).to(tl.float32)
-        if NORM:
+        if GAIN is not None:
             partner *= factor * tl.load(GAIN + partners).to(tl.float32)
         x = x * tl.load(COS + channels).to(tl.float32) + partner * tl.load(SIN + channels).to(tl.float32)
     return x
@@ -55,19 +55,19 @@ def head_vectors(at, COS, SIN, GAIN, eps, is_read, D: tl.constexpr, ROTATE: tl.c
 
 @triton.jit
 def attend(QKV, K, V, Y, positions, COS, SIN, Q_GAIN, K_GAIN, eps, cache_row, cache_head, scale,
-           G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr,
-           NORM: tl.constexpr):
+           G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Attend with the G queries of a row and key head, padded to ROWS, by an online softmax."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     position = tl.load(positions + row)
     channels = tl.arange(0, D)[None, :]
-    COS += position * D
-    SIN += position * D
+    if COS is not None:
+        COS += position * D
+        SIN += position * D
     row_at = QKV + row * (G + 2) * num_heads * D
     key_at = row_at + (G * num_heads + head + tl.arange(0, 1)[:, None]) * D
-    new_k = head_vectors(key_at, COS, SIN, K_GAIN, eps, True, D, ROTATE, NORM).to(K.dtype.element_ty)
+    new_k = head_vectors(key_at, COS, SIN, K_GAIN, eps, True, D).to(K.dtype.element_ty)
     new_v = tl.load(key_at + num_heads * D + channels)
     first = row * cache_row + head * cache_head
     tl.store(K + first + position * D + channels, new_k)
@@ -75,7 +75,7 @@ def attend(QKV, K, V, Y, positions, COS, SIN, Q_GAIN, K_GAIN, eps, cache_row, ca
 
     g = tl.arange(0, ROWS)[:, None]
     is_query = g < G
-    q = head_vectors(row_at + (head * G + g) * D, COS, SIN, Q_GAIN, eps, is_query, D, ROTATE, NORM)
+    q = head_vectors(row_at + (head * G + g) * D, COS, SIN, Q_GAIN, eps, is_query, D)
     q = q.to(QKV.dtype.element_ty)
     new_k = new_k.to(tl.float32)
     new_v = new_v.to(tl.float32)
@@ -129,11 +129,11 @@ def attend(QKV, K, V, Y, positions, COS, SIN, Q_GAIN, K_GAIN, eps, cache_row, ca
 
 
 def add_and_norm(h, y, gain, eps):
-    """Add y to h [B, C] in place, and return its rms_norm [B, C]."""
+    """Return h + y, in place of h [B, C], and its rms_norm [B, C]."""
     B, C = h.shape
     x = torch.empty_like(h)
     add_norm[(B,)](h, y, x, gain, eps, C, triton.next_power_of_2(C))
-    return x
+    return h, x
 
 
 @triton.jit

@@ -20,17 +20,16 @@ def find_teacher(cfg, resuming):
     if not recorded or recorded["name"] != cfg.teacher:
         recorded = {}
     step = recorded.get("step")
+    again = checkpoint.new_run(cfg.out_dir)
     source = hub.find(cfg.teacher, step)
     if step is not None and not checkpoint.step_folder(source.folder, step).is_dir():
         raise BadInput(f"{cfg.teacher} no longer has the checkpoint of step {step}, with which the run in "
-                       f"{cfg.out_dir} began: restore that checkpoint, or start a new run "
-                       f"with --init_from={cfg.out_dir} and another --out_dir=.")
+                       f"{cfg.out_dir} began: restore that checkpoint, or {again}.")
     parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
     for key, part in parts.items():
         if key in recorded and recorded[key] != getattr(source, key):
             raise BadInput(f"{part} of the teacher {cfg.teacher} changed after the run in {cfg.out_dir} "
-                           "began: restore the teacher to resume, or start a new run with "
-                           f"--init_from={cfg.out_dir} and another --out_dir=.")
+                           f"began: restore the teacher to resume, or {again}.")
     return source
 
 

@@ -168,8 +168,7 @@ def to_resume(out_dir, weights_suffice=False):
         raise BadInput(f"{out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
     if not checkpoint.has_state(out_dir, step) and not weights_suffice:
         raise BadInput(f"The checkpoint of step {step} in {out_dir} holds only weights "
-                       "(save_only_model), which is not enough to resume: start a new run with "
-                       f"--init_from={out_dir} and another --out_dir=.")
+                       f"(save_only_model), which is not enough to resume: {checkpoint.new_run(out_dir)}.")
     return find(out_dir, step)
 
 

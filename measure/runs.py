@@ -54,11 +54,22 @@ def script_of(name):
     return ROOT / name if name and (ROOT / name).is_file() else Path(name)
 
 
+def is_script(name):
+    """Return whether a word names a program in Python, and no config file."""
+    path = script_of(name)
+    if path.suffix != ".py" or not path.is_file():
+        return False
+    text = path.read_text(errors="replace")
+    return "__main__" in text or "import torch" in text
+
+
 def options_of(script, *words):
     """Return {option: value} of a stage, {} for a script of the user's; BadInput for a wrong option."""
     if script_of(script).parent != ROOT:
         return {}
-    Config = importlib.import_module(Path(script).stem).Config
+    Config = getattr(importlib.import_module(Path(script).stem), "Config", None)
+    if Config is None:
+        return {}
     defaults = {name: field.default for name, field in Config.__dataclass_fields__.items()}
     return defaults | config.read_arguments(Config, words)
 
@@ -200,6 +211,7 @@ def run_script(work, options=None):
         "units": statistics.fmean(units),
         "outside_s": wall - sum(seconds),
         "peak_memory_gb": steps[-1]["peak_memory_gb"],
+        "reserved_memory_gb": steps[-1].get("reserved_memory_gb"),
         "utilization": max(filter(None, (step.get("utilization") for step in steps)), default=None),
         "joules_a_step": joules_a_step,
         "loss": float(steps[-1]["loss"]),    # of a run that is not finite, the log has a text

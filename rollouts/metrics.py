@@ -357,7 +357,8 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
         seconds=state.seconds, utilization=run.hardware.busy(), joules=run.hardware.joules(), memory_gb=used,
-        peak_memory_gb=peak, skipped_steps=state.skipped, questions=sum(stream.state.turns.values()),
+        peak_memory_gb=peak, reserved_memory_gb=run.hardware.reserved_gb(), skipped_steps=state.skipped,
+        questions=sum(stream.state.turns.values()),
         epoch=max(stream.state.turns.get(name, 0) / len(asked) for name, asked in stream.numbers.items()),
         epoch_s=seconds * len(stream) / cfg.prompts_per_step,
         **{"training/global_step": run.step}, **metrics, **timings)

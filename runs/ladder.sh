@@ -47,8 +47,14 @@ timed() {                                # timed NAME COMMAND...: run it and rec
     trap - EXIT
     record_time "$name" "$start"
 }
-stage() {                                # stage NAME COMMAND...: timed, unless it has finished before
-    [ ! -e "$out/$1.done" ] || return 0
+# stage NAME COMMAND...: timed, unless it has finished before, its output is still there, and no stage before it
+# ran now.
+stage() {
+    local output=$out/$1/model.json
+    case $1 in datagen) output=$out/rft.json ;; greedy | sampled | again) output=$out/$1.txt ;; esac
+    [ -n "${any_ran:-}" ] || [ ! -e "$out/$1.done" ] || [ ! -e "$output" ] || return 0
+    any_ran=yes
+    rm -f "$out/$1.done"
     timed "$@"
     touch "$out/$1.done"
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train SmolLM2-135M-Instruct on a reward of three lines, in five minutes on two cores: GRPO on twenty
 # questions, then the answers to ten other questions before and after. Takes --model= (any that --init_from
-# takes), --out_dir= and --seed=.
+# takes), --out_dir= and --seed=. A second call takes the reward and the questions as you have edited them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/own_reward model= seed=0
@@ -18,7 +18,8 @@ refuse_foreign_files "this script's" short.py questions.jsonl held_out.jsonl
 mkdir -p "$out"
 touch "$out/seconds"                         # marks the folder as this script's
 
-cat > "$out/short.py" <<'END'
+write_new() { if [ -e "$1" ]; then cat > /dev/null; else cat > "$1"; fi; }
+write_new "$out/short.py" <<'END'
 def reward(question, completion):
     """Half for the right name, half more for saying little else."""
     right = question["answer"] in completion
@@ -31,9 +32,9 @@ ask() {                                  # ask COUNTRY CAPITAL...: write questio
 }
 ask France Paris Italy Rome Spain Madrid Japan Tokyo Germany Berlin China Beijing Egypt Cairo Greece Athens \
     Russia Moscow Portugal Lisbon Austria Vienna Poland Warsaw Sweden Stockholm Norway Oslo Ireland Dublin \
-    Cuba Havana Peru Lima Kenya Nairobi Iran Tehran Thailand Bangkok > "$out/questions.jsonl"
+    Cuba Havana Peru Lima Kenya Nairobi Iran Tehran Thailand Bangkok | write_new "$out/questions.jsonl"
 ask "the United Kingdom" London Canada Ottawa Finland Helsinki Denmark Copenhagen Hungary Budapest Belgium \
-    Brussels "South Korea" Seoul Chile Santiago Argentina "Buenos Aires" Iraq Baghdad > "$out/held_out.jsonl"
+    Brussels "South Korea" Seoul Chile Santiago Argentina "Buenos Aires" Iraq Baghdad | write_new "$out/held_out.jsonl"
 
 task=("--task=$out/short.py" --max_new_tokens=48)
 "$python" grpo.py --init_from="$model" "${task[@]}" --dataset="$out/questions.jsonl" --out_dir="$out/run" \

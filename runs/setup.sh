@@ -33,5 +33,11 @@ if ! has_torch || ! { has_all || is_environment; }; then
 fi
 if ! has_all; then
     echo "Installing the packages that $python lacks ..."
-    "$python" -m pip install --quiet --disable-pip-version-check $compile $wanted
+    if "$python" -c "import pip" 2>/dev/null; then
+        "$python" -m pip install --quiet --disable-pip-version-check $compile $wanted
+    elif command -v uv > /dev/null; then     # whose environments have no pip
+        uv pip install --quiet --python "$python" $wanted
+    else
+        echo "error: $python has no pip: install $wanted." >&2; exit 2
+    fi
 fi

@@ -7,16 +7,18 @@
 #SBATCH --cpus-per-task=48
 #SBATCH --mem=256G
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:TERM@120
+#SBATCH --signal=B:USR1@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
 # Run a stage on several nodes, with torchrun on each and its rendezvous on the first. Copy it and edit the
 # lines above.
 #
 #     sbatch runs/slurm_multinode.sh grpo.py config/grpo_a100x8.py
 #     sbatch --nodes=4 runs/slurm_multinode.sh train.py config/a100_mega.py
 #
-# Two minutes before the time limit SLURM sends SIGTERM: the stage saves and ends, and the job is requeued and
-# resumes (train.py and grpo.py with --resume=auto, datagen.py from its own log).
+# Two minutes before the time limit SLURM sends SIGUSR1: the stage saves and ends, and the job is requeued and
+# resumes (train.py and grpo.py with --resume=auto, datagen.py from its own log). After scancel, which sends
+# SIGTERM, it saves and ends alone.
 set -euo pipefail
 if [ $# -lt 1 ]; then
     echo "usage: sbatch runs/slurm_multinode.sh SCRIPT [CONFIG] [--key=value ...]" >&2
@@ -38,11 +40,13 @@ patience=()
 srun --kill-on-bad-exit=1 python -m torch.distributed.run --max-restarts=3 ${patience[@]+"${patience[@]}"} \
     --nnodes="$nodes" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" --rdzv_id="$SLURM_JOB_ID" \
     --rdzv_backend=c10d --rdzv_endpoint="$first:${RENDEZVOUS_PORT:-29500}" "$@" ${resume[@]+"${resume[@]}"} &
-# This node's torchrun passes the signal to its ranks, and these tell the others. Signalling the ranks alone
-# would make torchrun restart them.
+# This node's torchrun passes SIGTERM to its ranks, and these tell the others. Signalling the ranks alone would
+# make torchrun restart them.
 stopped=
 launcher="^[^ ]*python[^ ]* -m torch.distributed.run .*--rdzv_id=$SLURM_JOB_ID "
-trap 'stopped=yes; pkill -TERM -u "$(id -u)" -f -- "$launcher" || true' TERM
+stop() { pkill -TERM -u "$(id -u)" -f -- "$launcher" || true; }
+trap 'stopped=yes; stop' USR1
+trap stop TERM
 job=$!
 while :; do                                   # a signal interrupts wait before the job ends
     code=0; wait "$job" || code=$?

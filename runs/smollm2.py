@@ -44,6 +44,8 @@ def model():
 def print_answers(path):
     """Print the first answer of each model to each question."""
     by_question = {}
+    if not Path(path).is_file():
+        raise BadInput(f"There is no file {path}: give an --output of eval.py.")
     for line in Path(path).read_text().splitlines():
         row = json.loads(line)
         if row["sample"] == 0:

@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/speedrun_reference seed=0 python=${PYTHON:-python3}
+"$python" -c "from importlib.util import find_spec; exit(not find_spec('torch'))" || python=.venv/bin/python
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --seed=*) seed=${argument#*=} ;;

@@ -11,6 +11,7 @@ from doctor import plot
 from runtime import config, guard, hardware
 from runtime.config import BadInput
 
+NEEDED = ("seconds", "greedy.txt", "sampled.txt")
 COLORS = ("#1f5a99", "#7fa8d1", "#b0b0b0")       # of the figures
 
 
@@ -29,7 +30,11 @@ def last_line(path):
 
 
 def summarise(folder):
-    """Return (summary, [the intervals of greedy and sampled accuracy] of each stage)."""
+    """Return (summary, [the intervals of greedy and sampled accuracy] of each stage); BadInput for a folder
+    without them."""
+    for name in NEEDED:
+        if not (folder / name).is_file() or not (folder / name).read_text().strip():
+            raise BadInput(f"{folder}/{name} is not there yet: let the pipeline end, or give its folder.")
     seconds = {}
     for line in (folder / "seconds").read_text().splitlines():
         name, end, begin = line.split()

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -96,6 +97,11 @@ def write_error(subject, error, remedy):
     reason = getattr(error, "strerror", None) or error
     advice = "free some space" if is_full(error) else "fix that"
     return BadInput(f"{subject} could not be written ({reason}): {advice}, and {remedy}.")
+
+
+def new_run(out_dir):
+    """Return the advice to begin again with the weights of a run that can't resume."""
+    return f"start a new run with --init_from={shlex.quote(str(out_dir))} and another --out_dir="
 
 
 def inside(folder, name):
@@ -175,7 +181,7 @@ def save(out_dir, step, weights, state=None, moments=None, val_loss=None, config
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as e:
         shutil.rmtree(partial, ignore_errors=True)
-        again = "resume with --init_from=resume" if state else f"start a new run with --init_from={out_dir}"
+        again = "resume with --init_from=resume" if state else new_run(out_dir)
         raise write_error(f"The checkpoint of step {step} in {folder}", e,
                           f"{again}; earlier checkpoints are intact") from None
     keep_last = (config or {}).get("keep_last", 2)

@@ -325,6 +325,8 @@ def check_type(value, hint, source):
         raise BadInput(f"{source} is too large: a whole number is at most 2**63 - 1.")
     if type(value) is int and float in options:
         value = float(value)
+    if type(value) is int and str(value) in options:         # such as confidence = 99 in a config file
+        value = str(value)
     if type(value) is list and tuple in options:
         value = tuple(value)
     known = type(value) in options or any(isinstance(o, str) and value == o for o in options)

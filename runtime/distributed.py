@@ -201,7 +201,7 @@ class TrainedModel(nn.Module):
             torch._dynamo.config.optimize_ddp = False
             # Sizes of one, disabled adapters and frozen tensors need separate code.
             torch._dynamo.config.recompile_limit = 32
-            # runtime.parallel compiles the blocks of a sharded model.
+            # runtime.fsdp compiles the blocks of a sharded model.
             model.parts = CompiledParts.compiled(mode, dynamic, blocks=not self.is_sharded)
         self.ddp = None
         self.rehearsed_s = None              # set by memory.rehearse

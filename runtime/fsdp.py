@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from runtime import distributed
-from runtime.parallel import fill, has_frozen_weights, ranks_that_share
+from runtime.parallel import fill, has_frozen_weights, ranks_that_share, rows_of
 
 
 def shard(model, hw, parallel, sum_locally, compile_mode):
@@ -55,3 +55,34 @@ def broadcast(weights, model, device):
             values.copy_(weights.pop(name))
         dist.broadcast(values, 0)
         fill(p, values, name)
+
+
+# --- Muon's matrices ---
+
+def map_sharded(slices, n_rows, mesh, function):
+    """Apply a function to whole matrices that are sharded by rows, each on one card: matrix k on card k
+    modulo their number. slices: this rank's rows [N, rows, columns], of n_rows. function: [n, n_rows,
+    columns] -> the same shape. Return this rank's rows of the result. Each rank sends and receives its slices
+    twice; every rank must call."""
+    cards = mesh.size(mesh.ndim - 1)
+    mine = mesh.get_local_rank(mesh.ndim - 1)
+    group = mesh.get_group(mesh.ndim - 1)
+    columns = slices.shape[2]
+    rows = [len(range(n_rows)[rows_of(card, cards, n_rows)]) for card in range(cards)]
+    owned = [len(slices[card::cards]) for card in range(cards)]
+    sent = [owned[card] * rows[mine] * columns for card in range(cards)]
+    received = [owned[mine] * rows[card] * columns for card in range(cards)]
+
+    outgoing = torch.cat([slices[card::cards].flatten() for card in range(cards)])
+    incoming = outgoing.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+    parts = [part.view(owned[mine], n, columns) for part, n in zip(incoming.split(received), rows)]
+    if owned[mine]:
+        parts = function(torch.cat(parts, 1)).split(rows, 1)
+
+    incoming = torch.cat([part.flatten() for part in parts])
+    dist.all_to_all_single(outgoing, incoming, sent, received, group=group)
+    result = torch.empty_like(slices)
+    for card, part in enumerate(outgoing.split(sent)):
+        result[card::cards] = part.view(owned[card], rows[mine], columns)
+    return result

@@ -68,7 +68,7 @@ def run(main, argv=None):
         from runtime.memory import is_out_of_memory          # which imports this file
         several = distributed.world_size() > 1
         if is_out_of_memory(e):
-            reason = str(e).strip().partition("\n")[0]
+            reason = str(e).strip().partition("\n")[0] or type(e).__name__
             say_error(f"Out of memory ({reason}): lower the batch size or the context, or choose a smaller "
                       "model or a device with more free memory.")
         elif "imed out" in str(e) and several:

@@ -184,6 +184,10 @@ class Hardware:
             in_use = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
         return in_use, peak / (2**30 if sys.platform == "darwin" else 2**20)
 
+    def reserved_gb(self):
+        """Return the peak GiB that the allocator of a GPU has reserved, with its gaps; None elsewhere."""
+        return torch.cuda.max_memory_reserved() / 2**30 if self.device.type == "cuda" else None
+
     def memory_size_gb(self):
         """Return the GiB of memory of the GPU, or of the machine."""
         if self.device.type == "cuda":

@@ -19,6 +19,8 @@ from runtime.progress import ProgressLine
 GIB = 2**30
 # Measured peak resident set divided by the estimate below: 1.0 to 1.6 for six shapes (docs/notes.md)
 CPU_SLACK = 1.6
+SMALLER_MODEL = ("lower --n_layer or --n_embd, choose a smaller model, or shard it over several GPUs with "
+                 "--parallel=fsdp")
 CGROUPS = {"": ("/sys/fs/cgroup", "memory.max", "anon"),     # {controllers: folder, limit's file, used}
            "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss")}
 
@@ -42,8 +44,7 @@ def n_params(config):
     return model.n_params() + blocks + positions
 
 
-def check_weights(config, device, ranks=1, remedy="lower --n_layer or --n_embd, choose a smaller model, or "
-                  "shard it over several GPUs with --parallel=fsdp"):
+def check_weights(config, device, ranks=1, remedy=SMALLER_MODEL):
     """Raise BadInput with a remedy if the weights of GPT(config), sharded over `ranks`, do not fit in
     memory."""
     device = torch.device(device)
@@ -127,7 +128,19 @@ def release():
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
     return_freed_memory()
+
+
+def widest(sizes, model, hardware, block_size, optimizer_bytes):
+    """Return the first of these micro-batches, largest first, whose estimate fits in memory on every rank."""
+    slack = CPU_SLACK if hardware.device.type == "cpu" else 1.0
+    for size in sizes:
+        needed = slack * sum(parts(model, hardware, size, block_size, optimizer_bytes).values())
+        if not distributed.on_any_rank(needed > available(hardware.device)):
+            break
+    return size
 
 
 def fit(run, sizes, attempt, advice):

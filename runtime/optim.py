@@ -64,7 +64,8 @@ class Muon(torch.optim.Muon):
             compiled() if self.is_compiled else newton_schulz, coefficients=group["ns_coefficients"],
             steps=group["ns_steps"], eps=group["eps"], dtype=dtype)
         if parallel.is_sharded(matrices[0]):
-            updates = parallel.map_sharded(updates, shape[0], matrices[0].device_mesh, orthogonal)
+            from runtime import fsdp
+            updates = fsdp.map_sharded(updates, shape[0], matrices[0].device_mesh, orthogonal)
         elif is_divided(matrices[0]):
             updates = parallel.map_replicated(updates, orthogonal)
         else:

@@ -116,10 +116,12 @@ def check_training(cfg):
 def check_needs(cfg, needs):
     """Raise BadInput for an option that has no effect, unless it is a resumed run's. needs: {the option that
     it needs: (whether that is set, names of such options)}."""
+    if cfg.init_from == "resume":
+        return
     for needed, (is_set, names) in needs.items():
-        for name in names:
+        for name in () if is_set else names:
             value = getattr(cfg, name)
-            if not is_set and value != getattr(type(cfg), name) and cfg.init_from != "resume":
+            if value != getattr(type(cfg), name):
                 raise BadInput(f"--{name}={value} has no effect without {needed}: add that, or leave "
                                f"--{name} out.")
 

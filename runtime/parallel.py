@@ -118,35 +118,6 @@ def gathered_bytes(model, dtype):
 
 # --- Muon's matrices ---
 
-def map_sharded(slices, n_rows, mesh, function):
-    """Apply a function to whole matrices that are sharded by rows, each on one card: matrix k on card k
-    modulo their number. slices: this rank's rows [N, rows, columns], of n_rows. function: [n, n_rows,
-    columns] -> the same shape. Return this rank's rows of the result. Each rank sends and receives its slices
-    twice; every rank must call."""
-    cards = mesh.size(mesh.ndim - 1)
-    mine = mesh.get_local_rank(mesh.ndim - 1)
-    group = mesh.get_group(mesh.ndim - 1)
-    columns = slices.shape[2]
-    rows = [len(range(n_rows)[rows_of(card, cards, n_rows)]) for card in range(cards)]
-    owned = [len(slices[card::cards]) for card in range(cards)]
-    sent = [owned[card] * rows[mine] * columns for card in range(cards)]
-    received = [owned[mine] * rows[card] * columns for card in range(cards)]
-
-    outgoing = torch.cat([slices[card::cards].flatten() for card in range(cards)])
-    incoming = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
-    parts = [part.view(owned[mine], n, columns) for part, n in zip(incoming.split(received), rows)]
-    if owned[mine]:
-        parts = function(torch.cat(parts, 1)).split(rows, 1)
-
-    incoming = torch.cat([part.flatten() for part in parts])
-    dist.all_to_all_single(outgoing, incoming, sent, received, group=group)
-    result = torch.empty_like(slices)
-    for card, part in enumerate(outgoing.split(sent)):
-        result[card::cards] = part.view(owned[card], rows[mine], columns)
-    return result
-
-
 def map_replicated(matrices, function):
     """Return function(matrices) for replicated matrices [N, rows, columns]: each of n ranks computes every
     n-th matrix, and all gather the results. Every rank must call."""

@@ -43,6 +43,8 @@ def after_out_of_memory(run, reason):
     name = f"step {run.step + 1}"
     if run.state.evaluation_due:
         name = f"the evaluation after step {run.step}"
+    elif run.counters_before is None:
+        name = f"the start before {name}"
     problem = f"{name[0].upper()}{name[1:]} ran out of memory ({reason})"
     how = " after weights had changed: resuming"
     if several:
@@ -60,8 +62,8 @@ def after_out_of_memory(run, reason):
         raise Failure(f"{problem}, before the first checkpoint: start again with --overwrite "
                       f"{cfg.flags_for(less)}, which keeps the effective batch.")
     if not checkpoint.has_state(cfg.out_dir, newest):
-        raise Failure(f"{problem}, and --save_only_model left no state to resume from: start a new run with "
-                      f"--init_from={cfg.out_dir} {cfg.flags_for(less)} and another --out_dir=.")
+        raise Failure(f"{problem}, and --save_only_model left no state to resume from: add "
+                      f"{cfg.flags_for(less)}, and {checkpoint.new_run(cfg.out_dir)}.")
     retry(run, f"{problem}{how} from the last checkpoint {remedy}", alone=several, micro_batch=less)
 
 

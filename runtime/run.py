@@ -257,9 +257,10 @@ class Run(RunState):
         self.log.say_findings()
         if self.stopping:
             out_dir = self.cfg.out_dir
-            resume = f"--init_from=resume --out_dir={shlex.quote(out_dir)}"
-            how = f"--init_from={shlex.quote(out_dir)}" if self.cfg.save_only_model else resume
-            self.log.say(f"Stopped as asked after step {self.step}, and saved. Resume with {how}")
+            how = f"Resume with --init_from=resume --out_dir={shlex.quote(out_dir)}"
+            if self.cfg.save_only_model:
+                how = f"To go on, {checkpoint.new_run(out_dir)}"
+            self.log.say(f"Stopped as asked after step {self.step}, and saved. {how}")
             return self.stop.exit_code()
         if self.out_of_patience():
             best = checkpoint.best(self.cfg.out_dir)
@@ -302,7 +303,7 @@ def changed_data(cfg, step):
                "resume")
     if flags:
         problem = f"{' with '.join(flags)} changes the data of the run in {cfg.out_dir}: leave it out"
-    return BadInput(f"{problem}, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
+    return BadInput(f"{problem}, or {checkpoint.new_run(cfg.out_dir)}.")
 
 
 def scheduled_lr(options, step, num_steps):

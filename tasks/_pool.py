@@ -215,8 +215,9 @@ def watch_over_worker():
         signal.signal(number, signal.SIG_IGN)
     os.close(1)                                  # only the worker keeps it open
     closed = select.poll()
-    closed.register(0, 0)                        # no events but POLLHUP, which is always reported
-    closed.poll()
+    closed.register(0, 0)                        # no events but POLLHUP, which Linux always reports
+    while os.getppid() == run and not closed.poll(1000):
+        pass
     while os.getppid() == run:                   # the worker may still read the rest
         time.sleep(0.05)
     end_family(os.getpid())

@@ -33,9 +33,13 @@ def decode_attention(qkv, cache, positions, rope=None, norm=None):
 
 
 @torch.library.custom_op("nanorft_test::add_and_norm", mutates_args=("h",))
-def add_and_norm(h: Tensor, y: Tensor, gain: Tensor, eps: float) -> Tensor:
+def norm_op(h: Tensor, y: Tensor, gain: Tensor, eps: float) -> Tensor:
     h += y
     return rms_norm(h, gain, eps)
+
+
+def add_and_norm(h, y, gain, eps):
+    return h, norm_op(h, y, gain, eps)
 
 
 @torch.library.custom_op("nanorft_test::activate", mutates_args=())

@@ -243,7 +243,9 @@ def test_overwriting_removes_what_datagen_wrote_and_nothing_else(tmp_path):
     mine = ["rft.attempts.jsonl.part-of-mine", "rft.json.bak", "rft.txt"]
     for name in ["rft.json", "rft.attempts.jsonl.part1", *mine]:  # the second was killed before it had a line
         (tmp_path / name).write_text("")
+    (tmp_path / "rft.attempts.regrade.json").write_text("{}")          # doctor.regrade's scores of the old attempts
     attempts = datagen.Attempts(tmp_path / "rft.json", HEADER | {"model": "another"}, True)
+    assert not (tmp_path / "rft.attempts.regrade.json").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*mine, "rft.attempts.jsonl"])
     assert json.loads(attempts.path.read_text())["model"] == "another"
 

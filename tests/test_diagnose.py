@@ -19,6 +19,7 @@ from engine import sampler
 from rollouts import metrics
 from rollouts.pipeline import Completion
 from runtime import guard, optim
+from runtime.config import BadInput
 from tasks import _pool
 from tasks._pool import Grade
 from text import data, examples, facts
@@ -620,3 +621,9 @@ def test_no_run_is_a_sentence(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             guard.run(diagnose.main, argv)
         assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_run_without_a_step_is_not_called_healthy(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"time": 1, "config": {}, "settings": {}}\n')
+    with pytest.raises(BadInput, match="has logged no step yet"):
+        diagnose.main([str(tmp_path)])

@@ -259,6 +259,7 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
 def fused_step(monkeypatch):
     """engine/fused_step.py with PyTorch's functions in place of Triton's kernels, which tests/test_triton.py compares."""
     monkeypatch.setitem(sys.modules, "engine.triton_kernels", kernels_on_cpu)
+    monkeypatch.setattr(engine, "triton_kernels", kernels_on_cpu, raising=False)
     monkeypatch.delitem(sys.modules, "engine.fused_step", raising=False)
     monkeypatch.delattr("engine.fused_step", raising=False)
     yield importlib.import_module("engine.fused_step")

@@ -1285,20 +1285,6 @@ def refusal(learn, words, **knobs):
     assert words in learn.error and learn.error.count("\n") == 1 and learn.error.startswith("error: "), learn.error
 
 
-def test_long_runs_are_compiled_on_a_gpu():
-    """A resumed run goes on as it began, whatever its length is now."""
-    def chosen(**options):
-        cfg = grpo.Config(init_from="base", **options)
-        grpo.check(cfg)
-        return cfg.compile
-    assert [chosen(max_steps=n) for n in (100, 1999, 2000)] == [False, False, None]
-    assert chosen(max_steps=500, mini_batches=4) is None and chosen(max_steps=5, compile_mode="reduce-overhead") is None
-    assert chosen(max_steps=5, compile=True) is True and chosen(max_steps=9000, compile=False) is False
-    long = grpo.Config(init_from="resume", max_steps=100)
-    grpo.check(long)
-    assert long.compile is None
-
-
 @pytest.mark.parametrize("knobs, words", [
     (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"),
     (dict(dataset="missing.jsonl"), "missing.jsonl"), (dict(init_from="scratch"), "--init_from="), (dict(reward_workers=0), "reward_workers"),

@@ -42,6 +42,23 @@ def test_a_micro_batch_that_does_not_fit_is_halved_before_step_0_and_kept(plenty
     assert all(torch.equal(v, weights(tmp_path / "b")[k]) for k, v in weights(tmp_path / "a").items())
 
 
+@pytest.mark.parametrize("room, micro_batch", [(100, 8), (0.1, 4)], ids=["all of it", "half"])
+def test_a_wide_micro_batch_is_the_largest_that_is_estimated_to_fit(plenty, text, tmp_path, room, micro_batch, monkeypatch):
+    """Of a batch that the options split into eight; a resumed run keeps it."""
+    sizes = []
+    parts = memory.parts
+
+    def sized(model, hardware, size, *rest):
+        sizes.append(size)
+        return {"all": 2**30 * (0.05 if size <= 4 else 0.08)} if room < 1 else parts(model, hardware, size, *rest)
+    monkeypatch.setattr(memory, "parts", sized)
+    monkeypatch.setattr(memory, "available", lambda device: room * 2**30)
+    knobs = WHOLE | dict(batch_size=1, gradient_accumulation_steps=8, widen_micro_batch=True)
+    done = trained(tmp_path / "a", text, **knobs)
+    assert f"Micro-batch {micro_batch} x accumulation {8 // micro_batch}" in done.stdout and sizes[0] == 8
+    assert losses_agree(tmp_path / "a", plenty) and set(metrics(tmp_path / "a", "micro_batch").values()) == {micro_batch}
+
+
 def test_ranks_agree_on_the_smaller_one(plenty, text, tmp_path):
     done = trained(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE, env={"ROWS": "2", "ONLY_RANK": "1"})
     assert "A micro-batch of 4 does not fit" in done.stdout and "Micro-batch 2 (4 does not fit) x accumulation 2 x 2 ranks" in done.stdout
@@ -254,11 +271,16 @@ def test_out_of_memory_outside_of_training_is_one_sentence(error, capsys):
 def test_out_of_memory_in_an_evaluation_names_it_and_a_hint_can_be_pasted():
     said = []
     state = SimpleNamespace(micro_batch=1, evaluation_due=True)
-    run = SimpleNamespace(sizes=[1], step=300, state=state, cfg=SimpleNamespace(out_dir="out/my run", save_only_model=False),
+    run = SimpleNamespace(sizes=[1], step=300, state=state, counters_before={}, cfg=SimpleNamespace(out_dir="out/my run", save_only_model=False),
                           log=SimpleNamespace(say=said.append, say_findings=list), stopping=True, stop=SimpleNamespace(exit_code=lambda: 130))
     with pytest.raises(Failure, match="^The evaluation after step 300 ran out of memory"):
         recovery.after_out_of_memory(run, "no room")
     state.evaluation_due = False
     with pytest.raises(Failure, match="^Step 301 ran out of memory"):
         recovery.after_out_of_memory(run, "no room")
-    assert Run.end(run) == 130 and said[0].endswith("--out_dir='out/my run'")
+    run.counters_before = None
+    with pytest.raises(Failure, match="^The start before step 301 ran out of memory"):
+        recovery.after_out_of_memory(run, "no room")
+    assert Run.end(run) == 130 and said[0].endswith("Resume with --init_from=resume --out_dir='out/my run'")
+    run.cfg.save_only_model = True
+    assert Run.end(run) == 130 and said[1].endswith("start a new run with --init_from='out/my run' and another --out_dir=")

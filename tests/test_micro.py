@@ -1,5 +1,6 @@
 """micro.py: the four stages in one short file, each of which improves the model."""
 import re
+import subprocess
 import sys
 
 import micro
@@ -29,3 +30,8 @@ def test_each_stage_improves_the_model():
     table = micro.main(seed=0, base_steps=400, grpo_steps=60)
     for figures in zip(table["base"], table["rft"], table["grpo"]):
         assert figures[0] < figures[1] < figures[2]
+
+
+def test_another_word_than_a_seed_prints_the_help():
+    done = subprocess.run([sys.executable, ROOT / "micro.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "python micro.py --seed=3" in done.stdout

@@ -45,7 +45,7 @@ def calls(monkeypatch):
     list of the runs' names."""
     names = []
 
-    def process(start, arguments, ranks=1, name=None):
+    def process(start, arguments, ranks=1, name=None, env=None):
         names.append(name)
         right = 0.5 + config.read_file(arguments[0]).get("change", 0)
         folder = Path(next(word for word in arguments if word.startswith("--out_dir=")).partition("=")[2])

@@ -176,7 +176,7 @@ def test_muon_s_matrices_are_computed_by_one_rank_each():
     program = f"""
 import sys, torch
 sys.path.insert(0, {str(ROOT)!r})
-from runtime import distributed, parallel as sharding
+from runtime import distributed, fsdp, parallel as sharding
 distributed.init()
 whole = torch.arange(5 * 7 * 3.0).view(5, 7, 3)
 computed = []
@@ -185,7 +185,7 @@ def double(matrices):
     return 2 * matrices
 mine = sharding.rows_of(distributed.rank(), 3, 7)
 mesh = torch.distributed.init_device_mesh("cpu", (3,))
-result = sharding.map_sharded(whole[:, mine], 7, mesh, double)
+result = fsdp.map_sharded(whole[:, mine], 7, mesh, double)
 assert torch.equal(result, 2 * whole[:, mine])
 said = distributed.gather(computed)
 if distributed.is_main():

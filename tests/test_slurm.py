@@ -35,16 +35,21 @@ def test_without_a_stage_it_says_how_it_is_used(cluster):
     assert done.returncode == 2 and done.stderr.startswith("usage: sbatch")
 
 
-def test_told_to_end_the_ranks_save_and_the_job_is_queued_again_and_goes_on(tmp_path, text, cluster):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["time limit", "scancel"])
+def test_told_to_end_the_ranks_save_and_at_the_time_limit_the_job_goes_on(number, tmp_path, text, cluster):
     process = subprocess.Popen(command(tmp_path, text, max_steps=100_000, eval_interval=100_000), env=cluster, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)
     log, deadline = tmp_path / "run" / "training.log", time.time() + 60
     while time.time() < deadline and not (log.exists() and "step 3/" in log.read_text()):
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     process.communicate(timeout=60)
     stopped = int(re.search(r"Stopped as asked after step (\d+), and saved", log.read_text())[1])
-    assert (tmp_path / "asked").read_text() == "requeue 7\n" and process.returncode != 0
+    assert process.returncode != 0
+    if number == signal.SIGTERM:
+        assert not (tmp_path / "asked").exists()
+        return
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
     again = subprocess.run(command(tmp_path, text, max_steps=stopped + 2), env=cluster | {"SLURM_RESTART_COUNT": "1", "SLURM_GPUS_ON_NODE": "1"}, capture_output=True,
                            text=True, timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr

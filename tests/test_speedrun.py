@@ -138,7 +138,7 @@ def test_the_commands_of_all_scripts_have_only_known_options(tmp_path):
     for path in found.values():
         done = subprocess.run(["bash", path, "--out_dir=out", "--seed=3"], env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"})
         assert done.returncode == 0
-    commands = (tmp_path / "commands").read_text().splitlines()
+    commands = [line for line in (tmp_path / "commands").read_text().splitlines() if not line.startswith("-c ")]
     assert len(commands) >= 3 * len(found)
     for command in commands:
         words = command.split()

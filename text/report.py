@@ -80,8 +80,8 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures
     run.log.metrics(
         step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
         tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, joules=hw.joules(), memory_gb=used,
-        peak_memory_gb=peak, micro_batch=state.micro_batch, skipped_steps=state.skipped,
-        moved=run.moved(fingerprint(run.model)), **figures, **timings)
+        peak_memory_gb=peak, reserved_memory_gb=hw.reserved_gb(), micro_batch=state.micro_batch,
+        skipped_steps=state.skipped, moved=run.moved(fingerprint(run.model)), **figures, **timings)
     run.log.say(
         f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
         f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} "

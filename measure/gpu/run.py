@@ -115,8 +115,8 @@ STAGES = (
     Stage("train-eager", f"{GPT2} --compile=false", 25, 120, package="tokenizers"),
     Stage("train", GPT2, 40, 150, "train-eager", "tokenizers", aims={"": ("mfu", 0.45)}),
     Stage("train-fp16", f"{GPT2} --compile=false --dtype=fp16", 25, 120, "train-eager", "tokenizers"),
-    Stage("train-64x1", f"{TRAIN} config/gpt2_124m.py --batch_size=64 --gradient_accumulation_steps=1 "
-          "--loss_chunks=1", 40, 150, "train", "tokenizers", aims={"": ("mfu", 0.48)}),
+    Stage("train-64x1", f"{GPT2} --widen_micro_batch --loss_chunks=1", 40, 150, "train", "tokenizers",
+          aims={"": ("mfu", 0.48)}),
     Stage("reduce-overhead", f"{GPT2} --compile_mode=reduce-overhead", 40, 150, "train", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
           25, 90),
@@ -137,8 +137,8 @@ STAGES = (
           "--num_questions=200", 300, 420, package="matplotlib datasets tiktoken"),
 )
 SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # resolved settings to record
-RUN_FIGURES = ("tokens_per_s", "mfu", "peak_memory_gb", "utilization", "loss", "reward", "val_loss",
-               "val_ppl_word")
+RUN_FIGURES = ("tokens_per_s", "mfu", "peak_memory_gb", "reserved_memory_gb", "utilization", "loss", "reward",
+               "val_loss", "val_ppl_word")
 LOSS_OFF = 0.02                              # largest relative deviation between two runs of the same steps
 # {figure: its format in tables}
 SHOWN = {
@@ -160,6 +160,7 @@ SHOWN = {
     "rollout_s": "rollout {:.3f} s",
     "update_s": "update {:.3f} s",
     "peak_memory_gb": "{:.2f} GiB",
+    "reserved_memory_gb": "{:.2f} reserved",
     "utilization": "busy {:.0%}",
     "gain": "{:.2f} times the row before",
     "promised": "the guides expect {} times",
@@ -269,7 +270,8 @@ def checks_of_record(record):
         "step_ms": 1e3 * record["step_s"],
         "settings": {name: record["settings"].get(name) for name in SETTINGS},
     }
-    names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization", "joules_a_step")
+    names = ("peak_memory_gb", "reserved_memory_gb", "outside_s", "loss", "grad_norm", "utilization",
+             "joules_a_step")
     figures |= record["parts"] | {name: run[name] for name in names}
     return [outcome(record["what"], figures=figures)]
 
