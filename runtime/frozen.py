@@ -16,4 +16,7 @@ def frozen(shape, fill, hw, mode):
     device = parallel.building_device(hw, mode)
     model = blank(dataclasses.replace(shape, dropout=0.0), hw.attention, device=device)
     distributed.together(lambda: device.type == "meta" or fill(model), BadInput)
-    return parallel.shard(model, hw, mode)
+    if parallel.shards(mode):
+        from runtime import fsdp             # torch.distributed.fsdp takes half a second
+        model = fsdp.shard(model, hw, mode)
+    return model

@@ -65,7 +65,6 @@ def run(main, argv=None):
             os._exit(1)
         code = 1
     except (RuntimeError, MemoryError) as e:
-        from runtime.memory import is_out_of_memory          # which imports this file
         several = distributed.world_size() > 1
         if is_out_of_memory(e):
             reason = str(e).strip().partition("\n")[0] or type(e).__name__
@@ -84,6 +83,17 @@ def run(main, argv=None):
         os._exit(130)
     distributed.close()
     sys.exit(code)
+
+
+def is_out_of_memory(error):
+    """Return whether an error comes from an allocator (CPU, CUDA, MPS), directly, through a compiler or from
+    the capture of a CUDA graph."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if "captur" in str(error) and error.__context__:
+        return is_out_of_memory(error.__context__)
+    phrases = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
+    return any(phrase in str(error) for phrase in phrases)
 
 
 def say_error(sentence):

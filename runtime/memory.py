@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model import on_meta
 from runtime import distributed, parallel
 from runtime.config import BadInput
-from runtime.guard import Failure
+from runtime.guard import Failure, is_out_of_memory
 from runtime.hardware import return_freed_memory
 from runtime.progress import ProgressLine
 
@@ -23,17 +23,6 @@ SMALLER_MODEL = ("lower --n_layer or --n_embd, choose a smaller model, or shard 
                  "--parallel=fsdp")
 CGROUPS = {"": ("/sys/fs/cgroup", "memory.max", "anon"),     # {controllers: folder, limit's file, used}
            "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss")}
-
-
-def is_out_of_memory(error):
-    """Return whether an error comes from an allocator (CPU, CUDA, MPS), directly, through a compiler or from
-    the capture of a CUDA graph."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if "captur" in str(error) and error.__context__:
-        return is_out_of_memory(error.__context__)
-    phrases = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
-    return any(phrase in str(error) for phrase in phrases)
 
 
 def n_params(config):

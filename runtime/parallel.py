@@ -1,4 +1,4 @@
-"""Sharded models: with PyTorch's FSDP2 (fully_shard) each rank keeps a slice of the rows of every tensor.
+"""Sharded models (runtime/fsdp.py): each rank keeps a slice of the rows of every tensor.
 
 These functions return unsharded tensors unchanged, so that checkpoints and optimizers need no case for them.
 """
@@ -73,8 +73,8 @@ def shards(parallel):
 
 
 def building_device(hw, parallel):
-    """Return the device on which to build a model: hw's; for `shard` the CPU on the first rank, and on the
-    others meta, which holds no weights."""
+    """Return the device on which to build a model: hw's; to shard it (runtime/fsdp.py) the CPU on the first
+    rank, and on the others meta, which holds no weights."""
     if not shards(parallel):
         return hw.device
     return torch.device("cpu" if distributed.is_main() else "meta")
@@ -83,18 +83,6 @@ def building_device(hw, parallel):
 def ranks_that_share(parallel):
     """Return the number of ranks that share a model: 1, all, or with hybrid those of a node."""
     return {"ddp": 1, "fsdp": distributed.world_size(), "hybrid": distributed.local_world_size()}[parallel]
-
-
-def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
-    """Shard every tensor of a model by rows, in place, if `shards(parallel)`; with hybrid over the ranks of a
-    node, and gradients are summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes
-    in it, else (or with adapters) in fp32. Gradients are reduced in fp32 at each micro-step, or with
-    sum_locally only at the last, which keeps a full gradient on each rank. The first rank's model has the
-    weights; they are freed tensor by tensor."""
-    if not shards(parallel):
-        return model
-    from runtime import fsdp                 # torch.distributed.fsdp takes half a second
-    return fsdp.shard(model, hw, parallel, sum_locally, compile_mode)
 
 
 def has_frozen_weights(model):

@@ -276,7 +276,9 @@ def start(cfg, hardware, model, progress, step=None, stage_state=None, epoch_ste
     if cfg.learning_rate is None:
         cfg.learning_rate, cfg.learning_rate_reason = optim.default_learning_rate(cfg, model.n_params())
         check_min_lr(cfg)
-    model = parallel.shard(model, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
+    if parallel.shards(cfg.parallel):
+        from runtime import fsdp             # torch.distributed.fsdp takes half a second
+        model = fsdp.shard(model, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas,
                              cfg.fused_adamw, cfg.muon_momentum, hardware)

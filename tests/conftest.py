@@ -155,7 +155,7 @@ NOT_OF_THE_CURVE = set(
     "parallel sum_locally deterministic fused_adamw keep_memory num_workers pin_memory prefetch "
     "slots tokens_per_micro_batch offload_reference surgery_buffers reward_workers reward_pool timeout "
     "instruction eval_interval record log_interval save_interval keep_last save_only_model tensorboard wandb "
-    "wandb_project wandb_name "
+    "wandb_project wandb_name widen_micro_batch "
     "diagnose".split())
 
 

@@ -333,7 +333,8 @@ def climbed(tmp_path, fork):
     python.write_text(f'''#!/bin/sh
 case "$1 $2" in
     -c*) exec {fork} "$@" ;;
-    *) for word in "$@"; do printf "%s\\t" "$word"; done >> {tmp_path}/asked; echo >> {tmp_path}/asked; echo a table; echo a trace > {tmp_path}/out/traces.txt
+    *) for word in "$@"; do case "$word" in --out_dir=*) mkdir -p "${{word#*=}}" && touch "${{word#*=}}/model.json" ;; esac; done
+       for word in "$@"; do printf "%s\\t" "$word"; done >> {tmp_path}/asked; echo >> {tmp_path}/asked; echo a table; echo a trace > {tmp_path}/out/traces.txt
        case "$*" in *datagen.py*) echo "[]" > {tmp_path}/out/rft.json ;; *eval.py*) exit ${{FAILS:-0}} ;; esac ;;
 esac
 ''')

@@ -176,7 +176,7 @@ def test_a_buffer_of_the_model_is_sharded_with_its_weights(tmp_path):
         from types import SimpleNamespace
         import torch
         from model import GPT, GPTConfig, on_meta
-        from runtime import distributed, parallel
+        from runtime import distributed, fsdp
 
         build = GPT.__init__
 
@@ -188,7 +188,7 @@ def test_a_buffer_of_the_model_is_sharded_with_its_weights(tmp_path):
         hw = SimpleNamespace(device=torch.device("cpu"), dtype="fp32", compile=False)
         config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=16, block_size=8)
         model = GPT(config) if distributed.is_main() else on_meta(config)
-        assert parallel.shard(model, hw, "fsdp").gain == 3 and model.head.weight.to_local().shape == (32, 16)
+        assert fsdp.shard(model, hw, "fsdp").gain == 3 and model.head.weight.to_local().shape == (32, 16)
         """), "sharded.py")
     done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", script], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr

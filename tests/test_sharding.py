@@ -240,7 +240,7 @@ def test_memory_estimate_of_a_shard(monkeypatch):
 def test_one_process_does_not_shard():
     hw = hardware.setup("cpu", dtype="fp32")
     model = GPT(GPTConfig(vocab_size=99, block_size=16, n_layer=1, n_head=2, n_embd=16))
-    assert sharding.building_device(hw, "fsdp") == hw.device and sharding.shard(model, hw, "fsdp") is model and not distributed.is_spread(model)
+    assert sharding.building_device(hw, "fsdp") == hw.device and not sharding.shards("fsdp") and not distributed.is_spread(model)
     assert sharding.gathered_bytes(model, torch.float32) == 0
     assert sharding.full_tensor(model.head.weight) is sharding.local(model.head.weight) is model.head.weight
 
