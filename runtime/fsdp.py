@@ -8,11 +8,11 @@ from runtime.parallel import fill, has_frozen_weights, ranks_that_share, rows_of
 
 
 def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
-    """Shard every tensor of a model by rows, in place, and return it; with hybrid over the ranks of a node, and
-    gradients are summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes in it, else
-    (or with adapters) in fp32. Gradients are reduced in fp32 at each micro-step, or with sum_locally only at
-    the last, which keeps a full gradient on each rank. The first rank's model has the weights; they are freed
-    tensor by tensor. Every rank must call."""
+    """Shard every tensor of a model by rows, in place, and return it; with hybrid over the ranks of a node,
+    and gradients are summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes in it,
+    else (or with adapters) in fp32. Gradients are reduced in fp32 at each micro-step, or with sum_locally
+    only at the last, which keeps a full gradient on each rank. The first rank's model has the weights; they
+    are freed tensor by tensor. Every rank must call."""
     weights = model.state_dict()
     model.to("meta")
     model.sum_locally = sum_locally
