@@ -3,7 +3,7 @@ questions, beside controls, with intervals that hold when seeds are added after 
 
     python compare.py experiments/objectives.py
     python compare.py --start=out/quickstart/rft --command="grpo.py config/grpo.py --max_steps=30" \\
-        --arm="cispo: --loss_type=cispo --clip_high=4" --arm="rate x 10: --learning_rate=5e-3"
+        --arm="hotter: --temperature=1.5" --arm="rate x 10: --learning_rate=5e-3"
     python compare.py experiments/objectives.py --seeds=7                two seeds more
 
 A command is a script with its options, or several stages, SCRIPT ... && SCRIPT ..., each from the model of
