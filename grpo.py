@@ -33,7 +33,7 @@ from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain, macro, mean_score
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
 from rollouts.episodes import reply_tokens
-from rollouts.fit import fit_update, slots_beside_update, worst_case
+from rollouts.fit import fit_update, samples_per_rank, slots_beside_update, worst_case
 from rollouts.metrics import Update, facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
@@ -317,7 +317,8 @@ def group_by_question(cfg, completions, positions):
     """Set the rewards of graded Completions and return {position: group of K Completions}."""
     groups = {position: [None] * cfg.k_samples for position in positions}
     for c in completions:
-        c.reward = math.nan if c.grade.error else c.grade.score - length_penalty(cfg, c.n_sampled)
+        length = c.n_sampled if c.finished else cfg.max_new_tokens     # cut off, perhaps by the context
+        c.reward = math.nan if c.grade.error else c.grade.score - length_penalty(cfg, length)
         c.trained = not c.grade.error and (c.finished or cfg.overlong != "mask")
         groups[c.key][c.index] = c
     return groups
@@ -421,6 +422,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad, recorder)
         # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
         stream.state.slots = pipeline.engine.slots
+        stream.state.samples = samples_per_rank(cfg)
         run.end_phase("sync")
         learned = [c for c in chain(*groups) if updates and has_gradient(cfg, c)]
         recorder.write(run.step + 1, "train", chain(*sampled), learned)
@@ -524,7 +526,7 @@ def main(argv):
             reference = Reference(cfg, hw, run.model, teacher)
         worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context, other_bytes, reference)
-        slots = cfg.slots or slots_beside_update(cfg, run, worst, context, other_bytes, stream.state.slots)
+        slots = cfg.slots or slots_beside_update(cfg, run, worst, context, other_bytes, stream.state)
         engine = make_engine(cfg, run, slots, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline, stream, valid),

@@ -224,7 +224,7 @@ def compile_and_fit(cfg, run, dataset, teacher):
     eager."""
     share = cfg.sequences // distributed.world_size()
     step = run.model, run.hardware, dataset.longest, optim.pending_bytes(run.optimizers)
-    if cfg.widen_micro_batch and not run.step:
+    if cfg.widen_micro_batch and cfg.init_from != "resume":
         run.state.micro_batch = memory.widest(memory.divisors(share, share), *step)
     sizes = memory.divisors(run.state.micro_batch, share)
     advice = partial(memory.advice, *step)
@@ -315,7 +315,8 @@ def main(argv):
                        "it out.")
     source = None if cfg.eval_only else distributed.on_main(
         lambda: experimental.find_teacher(cfg, resuming, tokenizer, shape.vocab_size, dataset.longest))
-    micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
+    most = cfg.sequences if cfg.widen_micro_batch else cfg.batch_size
+    micro_batch = min(most, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     progress = Progress(cfg.batch_size, micro_batch, number_of_steps(cfg, dataset), data=dataset.digest)
     run = start(cfg, hw, model, progress, found.step if resuming else None,

@@ -143,7 +143,8 @@ class StreamState:
     turns: dict = field(default_factory=dict)        # {domain: its questions asked}
     solved: dict = field(default_factory=dict)       # {str(question number): epoch in which all its
                                              # samples were right}
-    slots: int = 0                           # samples in flight
+    slots: int = 0                           # samples in flight on each rank
+    samples: int = 0                         # of a step on each rank; 0: not known
 
 
 class Place(NamedTuple):

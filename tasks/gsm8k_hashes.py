@@ -5,13 +5,18 @@ import re
 
 from tasks import _equations, gsm8k
 
-PROMPT = '{} Let\'s think step by step and output the final answer after "####".\n'
+ASK = 'Let\'s think step by step and output the final answer after "####".'    # behind each question
+PROMPT = "{}\n"
 STOP = ""                            # the model ends its answer
 ANSWER = re.compile(r"#### (-?[0-9.,]{1,40})")
 READ = 300                           # verl reads the last characters of a completion
 
 check = gsm8k.check
-questions = gsm8k.questions
+
+
+def questions(split, seed=0, n=None, argument=None):
+    asked = gsm8k.questions(split, seed, n, argument)
+    return [question | {"question": f"{question['question']} {ASK}"} for question in asked]
 
 
 def solution(question):

@@ -34,22 +34,26 @@ def check_unmarked(tokenizer, text):
 
 
 @functools.cache
-def say_unseen(name):
-    """Print once that the model does not see an instruction."""
+def say_unseen(name, has="no chat template", place="PROMPT or train.py's --prompt"):
+    """Print once that the model does not see an instruction, or a prompt's form."""
     if distributed.is_main():
-        print(f"The model has no chat template, so it does not see {name}: write that into PROMPT or "
-              "train.py's --prompt.", file=sys.stderr, flush=True)
+        print(f"The model has {has}, so it does not see {name}: write that into {place}.", file=sys.stderr,
+              flush=True)
 
 
 def instruction_of(tokenizer, task, question):
     """Return the system message of a question: its own, else its task's, which may be empty. Print a line if
-    the task is the user's and the model has no chat template. ValueError if that concerns the question's."""
+    the task is the user's and the model sees no INSTRUCTION, or with a chat template no PROMPT. ValueError if
+    a question has a system message that the model does not see."""
     system = question.get("system")
     if system and not tokenizer.is_chat:
         raise ValueError(f"The question {question['question'][:40]!r} has a system message, and the model "
                          "has no chat template: write it into the prompt.")
-    if task.instruction and not tokenizer.is_chat and not task.module.__name__.startswith("tasks."):
+    is_own = not task.module.__name__.startswith("tasks.")
+    if is_own and task.instruction and not tokenizer.is_chat:
         say_unseen(f"INSTRUCTION of the task {task.name}")
+    if is_own and tokenizer.is_chat and task.prompt not in (PROMPT, "{}"):
+        say_unseen(f"PROMPT of the task {task.name}", "a chat template", "INSTRUCTION or the questions")
     return system or task.instruction
 
 
