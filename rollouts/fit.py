@@ -51,8 +51,8 @@ def try_update(cfg, run, worst, context, bytes_to_come, reference, tokens):
 
 
 def slots_beside_update(cfg, run, worst, context, other_bytes, state):
-    """Return the number of engine slots that fit in memory beside the update, at most those of the StreamState
-    if a step has as many samples as then. other_bytes: of PCGrad."""
+    """Return the number of engine slots that fit in memory beside the update, at most those of the
+    StreamState if a step has as many samples as then. other_bytes: of PCGrad."""
     saved = state.slots if state.samples in (0, samples_per_rank(cfg)) else 0
     hw = run.hardware
     rows = worst.rows(run.state.micro_batch, context)

@@ -489,6 +489,10 @@ def reward(question, completion):
         pipeline.requests_of(plain, own, own.questions("train"))
     examples.read(f"examples:{task}", plain)
     assert capsys.readouterr().err.count("does not see INSTRUCTION of the task") == 1
+    own.prompt = "Q: {} Answer after ####."
+    for _ in range(2):
+        assert prompts.instruction_of(chat, own, own.questions("train")[0]) == own.instruction
+    assert capsys.readouterr().err.count("The model has a chat template, so it does not see PROMPT of the task") == 1
     examples.read("examples:arithmetic", plain)              # its worked examples show the form
     log = [{"tokenizer": {}, "prompt": "{}"}, RECORD | {"instruction": "Be brief."}]
     examples.attempts_path(path).write_text("".join(map(examples.line_of, log)))

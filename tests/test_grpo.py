@@ -587,6 +587,10 @@ def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
     cfg = grpo.Config(overlong="penalty", max_new_tokens=100, overlong_tokens=20)
     assert [grpo.length_penalty(cfg, n) for n in (1, 80, 81, 90, 99, 100)] == pytest.approx([0, 0, 0.05, 0.5, 0.95, 1])
     assert grpo.length_penalty(grpo.Config(max_new_tokens=100), 100) == 0
+    cfg.k_samples = 2                        # the first was cut by the context
+    cut, ended = (SimpleNamespace(grade=Grade(1.0, {}, "", None), n_sampled=30, finished=finished, key=0, index=i) for i, finished in enumerate((False, True)))
+    grpo.group_by_question(cfg, [cut, ended], [0])
+    assert (cut.reward, ended.reward) == (0, 1)
 
 
 def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
@@ -913,10 +917,16 @@ def test_fewer_slots_than_before_are_said_or_refused(learn, monkeypatch):
         assert "Memory suffices for 7 of the 16 samples" in (learn.error if deterministic else learn.said)
 
 
-def test_more_ranks_or_fewer_samples_need_fewer_slots(learn):
+def test_more_ranks_or_fewer_samples_need_fewer_slots(learn, monkeypatch):
+    """And more samples more."""
+    slots = []
+    make = grpo.Engine
+    monkeypatch.setattr(grpo, "Engine", lambda model, n, *rest, **options: slots.append(n) or make(model, n, *rest, **options))
     learn(max_steps=1, deterministic=True)
     learn(init_from="resume", max_steps=2, k_samples=2, deterministic=True)
     assert "Memory suffices" not in learn.said
+    learn(init_from="resume", max_steps=3, k_samples=6, deterministic=True)
+    assert [n / slots[1] for n in slots] == [slots[0] / slots[1], 1, 3]
 
 
 @pytest.mark.parametrize("knobs, error", [

@@ -7,12 +7,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import forked
+import train
 from conftest import command, count_graphs, environment, failure, metrics, run, trained, weights
 from model import GPT, GPTConfig
-from runtime import distributed, guard, hardware, memory, recovery
+from runtime import config, distributed, guard, hardware, memory, recovery
 from runtime.config import BadInput
 from runtime.guard import Failure
 from runtime.run import Run
+from text import datasets
+from text.tokenizer import Tokenizer
 
 LITTLE = {"script": "tests/little_memory.py"}
 WHOLE = {"batch_size": 8, "dtype": "fp32", "optimizer": "adamw"}
@@ -57,6 +60,20 @@ def test_a_wide_micro_batch_is_the_largest_that_is_estimated_to_fit(plenty, text
     done = trained(tmp_path / "a", text, **knobs)
     assert f"Micro-batch {micro_batch} x accumulation {8 // micro_batch}" in done.stdout and sizes[0] == 8
     assert losses_agree(tmp_path / "a", plenty) and set(metrics(tmp_path / "a", "micro_batch").values()) == {micro_batch}
+    sizes.clear()
+    done = trained(tmp_path / "a", text, **knobs, init_from="resume", max_steps=22)
+    assert f"Micro-batch {micro_batch} x accumulation {8 // micro_batch}" in done.stdout and sizes[0] == micro_batch
+
+
+def test_micro_batches_of_examples_are_widened_too(tmp_path, text):
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"prompt": "{i}", "completion": "{i + 1}"}}\n' for i in range(8)))
+    rows = []
+    for name, knobs in (("narrow", {}), ("wide", {"widen_micro_batch": True})):
+        done = trained(tmp_path / name, text, dataset=tmp_path / "x.jsonl", batch_size=2, gradient_accumulation_steps=4, max_steps=2, **knobs)
+        rows.append(8 if "Micro-batch 8 x accumulation 1" in done.stdout else 2)
+        dataset, *_ = datasets.open_data(train.Config(**config.read_saved(tmp_path / name)), Tokenizer("bytes"))
+        rows.append(len(dataset[0][0][0]))
+    assert rows == [2, 2, 8, 8]
 
 
 def test_ranks_agree_on_the_smaller_one(plenty, text, tmp_path):

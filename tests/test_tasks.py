@@ -326,7 +326,9 @@ def test_gsm8k_splits_share_no_question(stories):
 def test_gsm8k_in_verl_s_form(stories):
     task = tasks.load(stories.replace("gsm8k", "gsm8k_hashes", 1))
     question = task.questions("test")[0]
-    assert question["answer"] == "7985" and task.prompt.format("How many?").startswith("How many? Let's think step by step")
+    # a chat model sees the question alone
+    assert question["answer"] == "7985" and question["question"].endswith('output the final answer after "####".') and task.prompt == "{}\n"
+    assert not task.instruction and task.documents("valid")[0].count("####") == 2
     assert task.module.reward(question, task.module.solution(question)) == 1
     said = {"#### 7,985": 1, "so #### 12\n#### 7985 eggs": 1, "#### 7985\n#### 12": 0, "####7985": 0, "#### 7985.0": 0, "7985": 0, "": 0,
             "<answer>7985</answer>": 0}
