@@ -27,7 +27,7 @@ import tasks
 from measure import answers
 from measure.ceilings import cpu_name, git_commit
 from measure.runs import ROOT, as_flags, end_on_signals, make_folder, process, seconds_at, steps_of
-from measure.runs import is_script, options_of, script_of, turned, words_of
+from measure.runs import is_script, last_step, options_of, script_of, turned, words_of
 from measure.intervals import FEWEST, MOST, comparison, sentence
 from runtime import config, guard, lock
 from runtime.checkpoint import write_atomically
@@ -57,6 +57,7 @@ class Config:
     temperature: PositiveFloat = 1.0         # of these samples; greedy answers are counted apart
     max_new_tokens: PositiveInt | None = None     # longest answer; None: the base's
     few_shot: NonNegativeInt | None = None   # worked examples in the prompt; None: the base's
+    device: str | None = None                # of evaluations and the control rft; None: the base's
     # the verdict
     measure: Literal["sampled", "greedy", "majority", "best"] = "sampled"     # majority: vote over a
                                              # question's samples; best: the one that the verifier prefers
@@ -135,14 +136,12 @@ def with_amount(command, amount, task=None):
 
 class Comparison:
     """A comparison's folder with its state in comparison.json: {"runs": {ARM-SEED: its commands, seconds and
-    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}. task, on_device: of
-    the base, the second as eval.py's flags."""
+    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}. task: the base's."""
 
-    def __init__(self, cfg, commands, task, on_device=()):
+    def __init__(self, cfg, commands, task):
         self.cfg = cfg
         self.commands = commands
         self.task = task
-        self.on_device = on_device
         self.out = Path(cfg.out_dir)
         self.path = self.out / "comparison.json"
         make_folder(self.out / "answers")
@@ -188,14 +187,10 @@ class Comparison:
         for number in range(len(done), len(stages)):
             script, *arguments = stages[number]
             ranks = 1 if Path(script).name == "train.py" else self.cfg.ranks
-            # A requeued job's datagen.py would resume.
             said = process([str(script_of(script))], arguments, ranks, f"{name}: {Path(script).name}",
-                           env={"SLURM_RESTART_COUNT": "0"})
+                           env={"SLURM_RESTART_COUNT": "0"})           # else datagen.py would resume
             of_stage = folder if number + 1 == len(stages) else f"{folder}.{number + 1}"
-            steps = [json.loads(said.splitlines()[-1])] if is_datagen(script) else steps_of(of_stage)
-            if not steps:
-                raise guard.Failure(f"{script} has logged no step in {of_stage}: it must write there.")
-            last = steps[-1]
+            last = json.loads(said.splitlines()[-1]) if is_datagen(script) else last_step(script, of_stage)
             done.append(last["seconds"])
             if of_stage != folder:
                 self.save()
@@ -238,14 +233,14 @@ class Comparison:
         """Have eval.py answer the questions, unless it has, and return its files, greedy and sampled."""
         cfg = self.cfg
         common = [model, *as_flags(task=cfg.task, dataset=self.questions, few_shot=cfg.few_shot, seed=seed,
-                                   max_new_tokens=cfg.max_new_tokens), *self.on_device]
+                                   max_new_tokens=cfg.max_new_tokens)]
         paths = []
         for more in ([], as_flags(num_samples=cfg.num_samples, temperature=cfg.temperature)):
             digest = zlib.crc32(shlex.join(common + more).encode())
             paths.append(self.out / "answers" / f"{name.replace(' ', '_')}.{digest:08x}.jsonl")
             if not paths[-1].exists():
-                process([str(ROOT / "eval.py")], [*common, *more, f"--output={paths[-1]}"], cfg.ranks,
-                        f"{name}: eval.py")
+                where = as_flags(output=paths[-1], device=cfg.device)
+                process([str(ROOT / "eval.py")], common + more + where, cfg.ranks, f"{name}: eval.py")
         return paths
 
     def run_all(self, seed):
@@ -303,7 +298,7 @@ def verdicts(cfg, shares, seconds):
 
 def check(cfg, commands):
     """Check every command's options, set those of the evaluation and of the control rft that come from the
-    base, and return the base's task and its device as flags."""
+    base, and return the base's task."""
     if bool(cfg.start) == bool(cfg.start_command):
         raise BadInput("Give either --start=, a run folder or model, or --start_command=, which makes one.")
     of_grpo = cfg.command.startswith("grpo.py") and "&&" not in cfg.command
@@ -325,19 +320,19 @@ def check(cfg, commands):
     cfg.max_new_tokens = cfg.max_new_tokens or base.get("max_new_tokens", 128)
     if cfg.few_shot is None:
         cfg.few_shot = answers.few_shot_of(base, cfg.start)
-    device = base.get("device", "auto")
-    on_device = [] if device == "auto" else as_flags(device=device)
+    cfg.device = cfg.device or base.get("device", "auto")
     if "rft" in commands and not cfg.rft:
-        flags = as_flags(task=task, max_new_tokens=cfg.max_new_tokens, few_shot=cfg.few_shot)
-        commands["rft"] = RFT.replace("datagen.py", f"datagen.py {shlex.join(flags + on_device)}")
-        commands["rft"] = commands["rft"].replace("/rft.py", f"/rft.py {shlex.join(on_device)}")
-    return task, on_device
+        asked = as_flags(task=task, max_new_tokens=cfg.max_new_tokens, few_shot=cfg.few_shot)
+        place = [] if cfg.device == "auto" else as_flags(device=cfg.device)
+        for script, flags in (("datagen.py", asked + place), ("config/rft.py", place)):
+            commands["rft"] = commands["rft"].replace(script, f"{script} {shlex.join(flags)}")
+    return task
 
 
 def main(argv):
     cfg = config.load(Config, argv)
     commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
-    runs = Comparison(cfg, commands, *check(cfg, commands))
+    runs = Comparison(cfg, commands, check(cfg, commands))
     end_on_signals()
     for seed in range(cfg.seeds):
         runs.run_all(seed)

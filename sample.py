@@ -208,7 +208,8 @@ def sample_texts(cfg, name, hw, task, pool, question):
     world = distributed.world_size()
     source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
-    memory.release()                         # of the model before
+    if name == cfg.versus:
+        memory.release()                     # of the model before
     model = source.load()                    # in CPU memory; the engine copies it to the device
     try:
         prompt = prompt_of(cfg, tokenizer, question, task)

@@ -57,7 +57,7 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
     batch_size: PositiveInt = 32             # largest micro-batch, sequences; halved until it fits in memory
     gradient_accumulation_steps: PositiveInt = 1     # micro-steps per optimizer step, summed over ranks
-    widen_micro_batch: bool = False          # instead as few micro-steps as memory allows, of the same batch
+    widen_micro_batch: bool = False          # as few micro-steps as memory allows, whatever batch_size is
     max_steps: PositiveInt | None = None     # limit in optimizer steps
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
@@ -128,6 +128,11 @@ class Config(RunOptions):                    # runtime/options.py: --resume, ada
     def sequences(self):
         """Effective batch, all ranks together."""
         return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def largest_micro_batch(self):
+        """Largest micro-batch to try, sequences."""
+        return self.sequences if self.widen_micro_batch else self.batch_size
 
     def flags_for(self, micro_batch):
         """Return the flags for the same effective batch with this micro-batch."""
@@ -223,11 +228,12 @@ def compile_and_fit(cfg, run, dataset, teacher):
     """Return the TrainedModel, with the micro-batch that fits in memory. If torch.compile fails, the model is
     eager."""
     share = cfg.sequences // distributed.world_size()
-    step = run.model, run.hardware, dataset.longest, optim.pending_bytes(run.optimizers)
+    optimizer_bytes = optim.pending_bytes(run.optimizers)
     if cfg.widen_micro_batch and cfg.init_from != "resume":
-        run.state.micro_batch = memory.widest(memory.divisors(share, share), *step)
+        run.state.micro_batch = memory.widest(run, memory.divisors(share, share), dataset.longest,
+                                              optimizer_bytes)
     sizes = memory.divisors(run.state.micro_batch, share)
-    advice = partial(memory.advice, *step)
+    advice = partial(memory.advice, run.model, run.hardware, dataset.longest, optimizer_bytes)
     return memory.fit(run, sizes, partial(try_step, cfg, run, dataset, teacher), advice)
 
 
@@ -315,8 +321,7 @@ def main(argv):
                        "it out.")
     source = None if cfg.eval_only else distributed.on_main(
         lambda: experimental.find_teacher(cfg, resuming, tokenizer, shape.vocab_size, dataset.longest))
-    most = cfg.sequences if cfg.widen_micro_batch else cfg.batch_size
-    micro_batch = min(most, cfg.sequences // distributed.world_size())
+    micro_batch = min(cfg.largest_micro_batch, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     progress = Progress(cfg.batch_size, micro_batch, number_of_steps(cfg, dataset), data=dataset.digest)
     run = start(cfg, hw, model, progress, found.step if resuming else None,

@@ -24,7 +24,7 @@ TOLERANCE = 0.03      # distance from GPT.hidden as a share of its length; in bf
 
 def hidden(model, tokens, positions, keys, values):
     """Return final hidden states [B, C] of tokens [B] at positions [B]. keys and values: of the cache [L, at
-    least B, K, T, D], read up to each row's position and written there. The model is of merge_gates."""
+    least B, K, T, D], read up to each row's position and written there. Call merge_gates(model) first."""
     config = model.config
     h = model.token_embedding(tokens)
     if model.position_embedding is not None:
@@ -62,10 +62,10 @@ def merge_gates(model):
     the values, which become views of it."""
     for block in model.blocks:
         mlp = block.mlp
-        mlp.merged = mlp.up.weight, mlp.up.bias
+        mlp.merged = (mlp.up.weight, mlp.up.bias)
         if mlp.gate is not None:
             weight = concatenated(mlp.gate.weight, mlp.up.weight)
-            mlp.merged = weight, concatenated(mlp.gate.bias, mlp.up.bias)
+            mlp.merged = (weight, concatenated(mlp.gate.bias, mlp.up.bias))
 
 
 def concatenated(a, b):

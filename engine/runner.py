@@ -38,11 +38,11 @@ class ModelRunner:
     logprobs agree to 1e-5 in fp32 without TF32, and in bf16 a different token is drawn occasionally.
     """
     model: InitVar[GPT]                      # copied; self.model is the runner's own
-    slots: int | None = None                 # rows in flight; None: as many as fit into memory (MAX_SLOTS)
-                                             # and `samples` needs
+    slots: int | None = None                 # rows in flight; None: as many as fit into memory, at most
+                                             # MAX_SLOTS and `samples`
     context: int | None = None               # longest prompt plus completion, in tokens; None: block_size
     _: KW_ONLY
-    samples: int | None = None               # the most at once, in all calls; None: not known
+    samples: int | None = None               # most samples of a call of generate(); None: not known
     dtype: torch.dtype | None = None         # of weights and cache; None: the model's
     device: torch.device | None = None       # None: the model's
     deterministic: bool = False

@@ -234,6 +234,14 @@ def steps_of(folder):
     return [line for line in read_lines(folder) if "lr" in line]
 
 
+def last_step(script, folder):
+    """Return the last step that a script logged in a run folder; Failure if there is none."""
+    steps = steps_of(folder)
+    if not steps:
+        raise guard.Failure(f"{script} has logged no step in {folder}: it must write there.")
+    return steps[-1]
+
+
 def seconds_at(folder, step):
     """Return the seconds of training a step, until the first logged one from `step` on, or the last."""
     steps = steps_of(folder)

@@ -34,7 +34,8 @@ ask France Paris Italy Rome Spain Madrid Japan Tokyo Germany Berlin China Beijin
     Russia Moscow Portugal Lisbon Austria Vienna Poland Warsaw Sweden Stockholm Norway Oslo Ireland Dublin \
     Cuba Havana Peru Lima Kenya Nairobi Iran Tehran Thailand Bangkok | write_new "$out/questions.jsonl"
 ask "the United Kingdom" London Canada Ottawa Finland Helsinki Denmark Copenhagen Hungary Budapest Belgium \
-    Brussels "South Korea" Seoul Chile Santiago Argentina "Buenos Aires" Iraq Baghdad | write_new "$out/held_out.jsonl"
+    Brussels "South Korea" Seoul Chile Santiago Argentina "Buenos Aires" Iraq Baghdad |
+    write_new "$out/held_out.jsonl"
 
 task=("--task=$out/short.py" --max_new_tokens=48)
 "$python" grpo.py --init_from="$model" "${task[@]}" --dataset="$out/questions.jsonl" --out_dir="$out/run" \

@@ -59,11 +59,9 @@ def is_hopeless(figures, cfg):
     return needed is None or seeds + needed > cfg.seeds
 
 
-def decide(cfg, trees, on_device=()):
-    """Run trees {"base": folder, "candidate": folder} in turn, and return the verdict and its figures.
-    on_device: of compare.Comparison."""
-    commands = {arm: in_tree(cfg.command, tree) for arm, tree in trees.items()}
-    runs = compare.Comparison(cfg, commands, cfg.task, on_device)
+def decide(cfg, trees):
+    """Run trees {"base": folder, "candidate": folder} in turn, and return the verdict and its figures."""
+    runs = compare.Comparison(cfg, {arm: in_tree(cfg.command, tree) for arm, tree in trees.items()}, cfg.task)
     runs.first_seed = answers.seed_of(runs.out.name, "seeds")              # others for each decision
     for seed in range(cfg.seeds):
         try:
@@ -90,7 +88,7 @@ def main(argv):
         return 0
     end_on_signals()
     cfg = config.load(compare.Config, [*(word for word in argv if "--candidate=" not in word), "--controls="])
-    _, on_device = compare.check(cfg, {"base": cfg.command})
+    compare.check(cfg, {"base": cfg.command})
     out = Path(cfg.out_dir).resolve()
     make_folder(out)
     lock.take(out / "referee.lock", out)
@@ -108,8 +106,7 @@ def main(argv):
         best = [line.split()[2] for line in lines if line.split()[3] in ("first", "better")][-1]
         files = git(out, "diff-tree", "-r", "--name-only", best, digest).split()
         cfg.out_dir = str(out / "decisions" / f"{out.name}-{digest}-{best}")     # the name draws the seeds
-        trees = {"base": out / "trees" / best, "candidate": out / "trees" / digest}
-        verdict = decide(cfg, trees, on_device)
+        verdict = decide(cfg, {"base": out / "trees" / best, "candidate": out / "trees" / digest})
         lines.append(f"{time.strftime('%F %R')}  {digest}  {verdict}  {change} ({', '.join(files)})")
         checkpoint.write_atomically(log, "".join(f"{line}\n" for line in lines).encode())
         print(lines[-1], flush=True)

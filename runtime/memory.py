@@ -65,8 +65,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     loss of a micro-batch, None for model.loss.
     Sets model.rehearsed_s: seconds of the last micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
-        step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
-        needed = CPU_SLACK * sum(step_bytes.values())
+        needed = estimate(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         free = available(hardware.device)
         if distributed.on_any_rank(needed > free):    # decide together before any rank allocates
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
@@ -122,12 +121,11 @@ def release():
     return_freed_memory()
 
 
-def widest(sizes, model, hardware, block_size, optimizer_bytes):
+def widest(run, sizes, block_size, optimizer_bytes):
     """Return the first of these micro-batches, largest first, whose estimate fits in memory on every rank."""
-    slack = CPU_SLACK if hardware.device.type == "cpu" else 1.0
     for size in sizes:
-        needed = slack * sum(parts(model, hardware, size, block_size, optimizer_bytes).values())
-        if not distributed.on_any_rank(needed > available(hardware.device)):
+        needed = estimate(run.model, run.hardware, size, block_size, optimizer_bytes)
+        if not distributed.on_any_rank(needed > available(run.hardware.device)):
             break
     return size
 
@@ -164,6 +162,13 @@ def fit(run, sizes, attempt, advice):
             run.state.micro_batch = size
             model.share_gradients()
             return model
+
+
+def estimate(*step):
+    """Return the bytes that a step takes at most besides the weights. step: the arguments of `parts`."""
+    _, hardware, *_ = step
+    slack = CPU_SLACK if hardware.device.type == "cpu" else 1.0
+    return slack * sum(parts(*step).values())
 
 
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):

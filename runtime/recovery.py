@@ -62,8 +62,8 @@ def after_out_of_memory(run, reason):
         raise Failure(f"{problem}, before the first checkpoint: start again with --overwrite "
                       f"{cfg.flags_for(less)}, which keeps the effective batch.")
     if not checkpoint.has_state(cfg.out_dir, newest):
-        raise Failure(f"{problem}, and --save_only_model left no state to resume from: add "
-                      f"{cfg.flags_for(less)}, and {checkpoint.new_run(cfg.out_dir)}.")
+        raise Failure(f"{problem}, and --save_only_model left no state to resume from: "
+                      f"{checkpoint.new_run(cfg.out_dir)} {cfg.flags_for(less)}.")
     retry(run, f"{problem}{how} from the last checkpoint {remedy}", alone=several, micro_batch=less)
 
 

@@ -3,7 +3,6 @@ streams that survive a closed terminal or pipe."""
 import contextlib
 import errno
 import importlib
-import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +18,8 @@ def first_line():
     if sys.platform == "win32":
         print("error: nanoRFT runs on Linux, macOS and WSL: on Windows, run it in WSL.", file=sys.stderr)
         sys.exit(2)
-    if multiprocessing.parent_process():
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing and multiprocessing.parent_process():
         return                               # a loader process imports the script again
     script = Path(sys.argv[0])
     if script.suffix != ".py" or not script.is_file():

@@ -31,7 +31,7 @@ STUDENT = np.array([4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262])    
 def test_questions_are_asked_as_the_base_asks(command, few_shot, tokens):
     """Of a model that is no run: with four worked examples by default, as grpo.py trains it."""
     cfg = config.load(compare.Config, [f"--command={command}", "--start=org/model"])
-    assert compare.check(cfg, {"base": command})[0] == cfg.task == "arithmetic"
+    assert compare.check(cfg, {"base": command}) == cfg.task == "arithmetic"
     assert (cfg.few_shot, cfg.max_new_tokens) == (few_shot, tokens)
 
 
@@ -226,7 +226,7 @@ def test_the_placebo_pays_at_random_and_asks_as_the_task_does(tmp_path):
 def loaded(*argv):
     cfg = config.load(compare.Config, list(argv))
     commands = compare.commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
-    return cfg, commands, *compare.check(cfg, commands)
+    return cfg, commands, compare.check(cfg, commands)
 
 
 def test_an_arm_may_be_a_config_file_or_a_program_of_the_user(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_an_arm_may_be_a_config_file_or_a_program_of_the_user(tmp_path, monkeypa
     Path("mine.py").write_text("learning_rate = 1e-4\n")
     Path("my").mkdir()
     Path("my/own.py").write_text("import torch\n")
-    _, commands, *_ = loaded("--start=out/rft", "--controls=start", "--task=arithmetic:2", "--command=grpo.py --task=arithmetic:2",
+    _, commands, _ = loaded("--start=out/rft", "--controls=start", "--task=arithmetic:2", "--command=grpo.py --task=arithmetic:2",
                              "--arm=file: mine.py", "--arm=program: my/own.py --x=1")
     assert commands["file"] == "grpo.py --task=arithmetic:2 mine.py" and commands["program"] == "my/own.py --x=1"
     monkeypatch.setattr(compare, "process", lambda *arguments, **options: "")
@@ -246,13 +246,13 @@ def test_an_arm_may_be_a_config_file_or_a_program_of_the_user(tmp_path, monkeypa
 
 
 def test_the_base_s_device_is_that_of_evaluations_and_controls(tmp_path, monkeypatch):
-    _, commands, _, on_device = loaded("--start=out/rft", "--controls=rft", "--task=arithmetic:2", "--command=grpo.py --task=arithmetic:2 --device=cpu")
-    assert on_device == ["--device=cpu"] and commands["rft"].count("--device=cpu") == 2
+    cfg, commands, _ = loaded("--start=out/rft", "--controls=rft", "--task=arithmetic:2", "--command=grpo.py --task=arithmetic:2 --device=cpu")
+    assert cfg.device == "cpu" and commands["rft"].count("--device=cpu") == 2
     monkeypatch.chdir(tmp_path)
     runs = compare.Comparison(*loaded("--start=out/rft", "--controls=start", "--task=arithmetic:2", "--questions=20",
                                       "--command=grpo.py --task=arithmetic:2 --device=cpu"))
     asked = []
-    monkeypatch.setattr(compare, "process", lambda start, arguments, *rest: asked.append(arguments))
+    monkeypatch.setattr(compare, "process", lambda start, arguments, *rest: asked.append([*map(str, arguments)]))
     runs.answer("base-0", "out/rft", 0)
     assert len(asked) == 2 and all("--device=cpu" in arguments for arguments in asked)
 
@@ -268,7 +268,7 @@ def test_confidence_is_a_number_in_an_experiment_s_file(tmp_path):
 
 
 def test_an_arm_changes_the_base_or_is_a_command():
-    cfg, commands, *_ = loaded("--start=out/rft", "--command=grpo.py config/grpo.py --max_steps=3", "--arm=cispo: --loss_type=cispo",
+    cfg, commands, _ = loaded("--start=out/rft", "--command=grpo.py config/grpo.py --max_steps=3", "--arm=cispo: --loss_type=cispo",
                               "--arm=sft: train.py config/rft.py", "--controls=start,again,rft")
     assert commands["cispo"].endswith("--max_steps=3 --loss_type=cispo") and commands["sft"] == "train.py config/rft.py"
     assert list(commands) == ["base", "cispo", "sft", "again", "rft"] and (cfg.task, cfg.max_new_tokens) == ("unit_conversion", 144)
@@ -285,13 +285,13 @@ def test_an_arm_changes_the_base_or_is_a_command():
 def test_controls_train_on_the_task_of_the_base(tmp_path):
     config_file = tmp_path / "own.py"
     config_file.write_text("arm = 'other: --beta=0.1'")
-    cfg, commands, task, _ = loaded(str(config_file), "--start=out/rft", "--controls=start,rft", "--task=arithmetic:2",
+    cfg, commands, task = loaded(str(config_file), "--start=out/rft", "--controls=start,rft", "--task=arithmetic:2",
                                  "--command=grpo.py config/grpo.py --task=arithmetic:1 --max_new_tokens=40")
     assert (task, cfg.task) == ("arithmetic:1", "arithmetic:2") and "other" in commands
     data, _ = compare.stages_of(commands["rft"], "out/rft", 4, "o/rft-4")
     assert {"--task=arithmetic:1", "--max_new_tokens=40", f"--few_shot={cfg.few_shot}"} <= set(data)
     assert "--learning_rate=none" in commands["rft"]                         # else that of a million parameters
-    _, commands, *_ = loaded("--start=out/rft", "--controls=rft", "--rft=datagen.py --task=countdown && train.py")
+    _, commands, _ = loaded("--start=out/rft", "--controls=rft", "--rft=datagen.py --task=countdown && train.py")
     assert commands["rft"] == "datagen.py --task=countdown && train.py"
 
 
@@ -307,7 +307,7 @@ def test_mistakes_are_named_before_anything_runs(flag, complaint):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*.py")), ids=lambda p: p.name)
 def test_experiments_are_accepted(path):
-    cfg, commands, *_ = loaded(str(path))
+    cfg, commands, _ = loaded(str(path))
     assert len(path.read_text().splitlines()) <= 30 and len(commands) > 1
     for command in commands.values():
         for script, *words in compare.stages_of(command, "out/start", 0, "out/run"):

@@ -926,7 +926,7 @@ def test_more_ranks_or_fewer_samples_need_fewer_slots(learn, monkeypatch):
     learn(init_from="resume", max_steps=2, k_samples=2, deterministic=True)
     assert "Memory suffices" not in learn.said
     learn(init_from="resume", max_steps=3, k_samples=6, deterministic=True)
-    assert [n / slots[1] for n in slots] == [slots[0] / slots[1], 1, 3]
+    assert slots[2] == 3 * slots[1]
 
 
 @pytest.mark.parametrize("knobs, error", [

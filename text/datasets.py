@@ -27,8 +27,7 @@ def open_data(cfg, tokenizer):
     found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt, cfg.instruction))
     short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
-    rows = cfg.sequences if cfg.widen_micro_batch else cfg.batch_size
-    dataset = examples.Batches(train, cfg.sequences, rows, cfg.seed, rank, world)
+    dataset = examples.Batches(train, cfg.sequences, cfg.largest_micro_batch, cfg.seed, rank, world)
     if not cfg.dropout and cfg.backward == "backprop":       # neither is defined for shared positions
         dataset.prefix = examples.common_prefix(train)
     targets = sum(int(example.is_target[1:].sum()) for example in train)
